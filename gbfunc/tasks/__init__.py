@@ -1,7 +1,7 @@
 """Tasks: data sets, and p-nets to train on them. A new task is one file and one entry in `TASKS`.
 
-Factories of tasks and p-nets raise `ValueError` for damaged files and for options that are out of range or contradict
-each other, `FileNotFoundError` for missing files, and `ImportError` for packages that are not installed.
+The functions that make tasks and p-nets raise `ValueError` for damaged files, and for options that are out of range or
+contradict each other. They raise `FileNotFoundError` for missing files, and `ImportError` for missing packages.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "control": control,
     }
 )
-"""Factory `(**options) -> Task` of every task by its name; tasks that read files have an option `data_dir`."""
+"""{name: function `(**options) -> Task` that makes the task}. Tasks that read files have an option `data_dir`."""
 
 
 def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any]) -> Task:

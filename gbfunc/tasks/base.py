@@ -1,6 +1,6 @@
 """The base of all tasks: data in three splits, a p-net, a loss, metrics, and a recipe for training.
 
-Suffixes: B examples of a batch, L positions of a text, K classes, V tokens of the vocabulary, R rows of logits.
+Suffixes: B examples of a batch, L positions of a text, K classes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gbfunc.tasks.pnets.base import Interface, PNet, n_params
 from gbfunc.train.distillation import distillation, logits_of
 
 Net = Callable[[Tensor], Any]
-"""Function from inputs to logits, or to an output of a Hugging Face model, which has logits."""
+"""Function that maps inputs to logits, or to the output of a Hugging Face model, whose attribute `logits` has them."""
 
 
 class Metric(NamedTuple):
@@ -35,7 +35,7 @@ class Metric(NamedTuple):
     name: str  # results of this metric have the keys `val_<name>` and `test_<name>`
     unit: str = "%"  # "%" shows values between 0 and 1 in percent; any other unit is written after the number
     higher_is_better: bool = True
-    digits: int = 4  # decimals that are shown, except in percents
+    digits: int = 4  # number of decimals to show, for any unit but "%"
 
     @property
     def label(self) -> str:
@@ -57,13 +57,13 @@ def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
 
 
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Return a schedule with a linear rise to the learning rate `lr` in the warm-up, and then a linear fall to 0."""
+    """Return a schedule that raises the learning rate linearly to `lr` in the warm-up, then lowers it linearly to 0."""
     warm = max(1, round(recipe.warmup * steps))
     return lambda step: lr * min((step + 1) / warm, max(0, steps - step) / max(1, steps - warm + 1))
 
 
 def cosine(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Return a schedule that lowers the learning rate from `lr` to 0 along half a period of a cosine."""
+    """Return a schedule without warm-up that lowers the learning rate from `lr` to 0 along half a cosine period."""
     return torch_schedule(torch.optim.lr_scheduler.CosineAnnealingLR, lr, steps, T_max=steps)
 
 
@@ -96,14 +96,14 @@ class Recipe:
     batch_size: int = 128  # examples per step
     epochs: int = 10  # passes over the training split
     steps: int | None = None  # total number of training steps, instead of `epochs`
-    # Validate every n steps, or after each step that a tuple lists. With None, validate after each pass over the data.
+    # Validate every n steps, or after each step in a tuple of steps. None: after each pass over the data.
     measure_every: int | tuple[int, ...] | None = None
-    augment: Augment | None = None  # changes the inputs of a training batch
-    clip_norm: float | None = None  # largest norm of the gradient
+    augment: Augment | None = None  # random changes of the inputs of a training batch, such as noise
+    clip_norm: float | None = None  # gradients with a larger norm are scaled down to this norm
     amp: torch.dtype | None = None  # dtype of autocast for the p-net; None means no autocast
     warmup: float = 0.1  # fraction of the steps in which the learning rate rises
     schedule: Schedule = one_cycle
-    # {setting: explanation}, for settings whose values depend on the data or on the size of the genome.
+    # {setting: why it has this value}, printed before a training; for values that depend on the data or the genome.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -118,7 +118,7 @@ History = Sequence[Mapping[str, float]]
 
 
 def example_batches(data: Data, recipe: Recipe, generator: torch.Generator, net: Callable[[], Net]) -> Iterator[Batch]:
-    """Yield augmented batches of training examples without end. The argument `net` is not used."""
+    """Yield augmented batches of training examples without end. Only batches of other tasks (`control`) need `net`."""
     return endless_batches(data, recipe.batch_size, generator, recipe.augment)
 
 
@@ -138,7 +138,7 @@ def token_loss(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 @torch.no_grad()
 def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
-    """Return the fraction (0 to 1) of examples that `net` classifies correctly, in calls with `chunk` examples."""
+    """Return the fraction (0 to 1) of examples that `net` classifies correctly, given `chunk` examples per call."""
     if not len(split):
         raise ValueError("accuracy expects a split with examples, got an empty one")
     hits = sum(int((logits_of(net(x)).argmax(1) == y_B).sum()) for x, y_B in split.chunks(chunk))
@@ -177,25 +177,25 @@ class Task:
     val: Any
     test: Any
     pnet: PNet
-    # (p-net, number of genome parameters) -> recipe
+    # maps a p-net and the number of genome parameters to the recipe
     settings: Callable[[PNet, float], Recipe] = lambda pnet, genome_params: Recipe()
     genome_params: int | None = None  # default number of genome parameters; None means that `compression` applies
     compression: float = 20.0  # default ratio of the p-net's parameters to the genome's parameters
-    # (net, batch) -> (loss, {metric: value})
+    # maps a network and a batch to the loss and {metric: value}
     loss: Callable[[Net, Any], tuple[Tensor, dict[str, Tensor]]] = loss_fn
     evaluate: Callable[[Net, Any], dict[str, float]] = lambda net, split: {"accuracy": accuracy(net, split)}
     metrics: tuple[Metric, ...] = ACCURACY  # what `evaluate` measures; the first metric decides which network is better
     # For texts: functions from text to tokens [L] (ValueError for text without tokens) and from tokens to text.
     encode: Callable[[str], Tensor] | None = None
     decode: Callable[[list[int]], str] | None = None
-    # (train, recipe, generator, net) -> endless batches, drawn with the generator; `net()` returns the current network.
+    # Maps (train, recipe, generator, net) to endless random batches. A call `net()` returns the network being trained.
     batches: Batches = example_batches
     resumable: bool = True  # if False, training can resume only after full passes over the data
     # Additional metadata of a genome's file: `classes`, the names of the classes. For images also `mean` and `std`, the
-    # mean and deviation of pixels [1 or C, 1, 1], and `white`, the largest value of a pixel.
+    # mean and standard deviation of pixels [1 or C, 1, 1], and `white`, the largest value of a pixel.
     about: Mapping[str, Any] = field(default_factory=dict)
-    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # training steps -> extra columns of the history
-    facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # history (may be empty) -> extra results
+    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # steps -> more columns of the history
+    facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # more results, from the history (may be empty)
 
     @property
     def metric(self) -> Metric:
@@ -228,8 +228,8 @@ class Task:
     def plan(self, module: nn.Module, hypernet: str | None = None, **size: Any) -> Plan:
         """Plan a genome for a module made by `build`, with the best known options for this task.
 
-        `hypernet` is a key of `HYPERNETS`, or None for the p-net's default type. `size` is one of `make_plan`'s options
-        `genome_params`, `genome_bytes` (together with `stored`) and `compression`.
+        `hypernet` is a key of `HYPERNETS`, or None for the p-net's default type. `size` sets the size of the genome:
+        `genome_params`, `compression`, or `genome_bytes` together with `stored` (see `make_plan`).
         """
         params = (size.get("genome_bytes") or 0) / bytes_each(size.get("stored") or "float16")
         params = size.get("genome_params") or params or n_params(module) / (size.get("compression") or 1.0)
@@ -240,7 +240,7 @@ class Task:
 
 
 def taught(task: Task, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> Task:
-    """Return the task with a loss that also distils a teacher network (see `gbfunc.distillation`)."""
+    """Return the task with a second loss, which makes a network repeat a teacher's outputs (see `gb.distillation`)."""
     if task.batches is not example_batches:
         raise ValueError(f"a teacher needs a task of examples, got {task.name}, an environment: train without one")
     return replace(task, loss=distillation(teacher, temperature=temperature, weight=weight, loss_fn=task.loss))

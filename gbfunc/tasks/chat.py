@@ -20,7 +20,7 @@ from gbfunc.tasks.pnets.hugging_face import pretrained_network
 from gbfunc.tasks.text import HELD_OUT, LEAST, Tokens, by_length, check_int, digest_of, language_task, read_text
 from gbfunc.untrusted import one_error
 
-_OUTSIDE = -100  # target of tokens that belong to no answer; cross entropy ignores this target
+_OUTSIDE = -100  # target where the next token is in no answer; cross entropy ignores this target
 _FORMS = '{"prompt": ..., "answer": ...} or {"messages": [{"role": ..., "content": ...}, ...]} with texts'
 
 
@@ -42,15 +42,15 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
                 coded.append(_coded(tokenizer, _messages(json.loads(line)), context))
     if (n := len(coded)) < LEAST:
         raise ValueError(f"{data_dir} must hold {LEAST} chats or more, got {n}: add chats, one per line")
-    held = min(HELD_OUT, n // 10), min(HELD_OUT, max(1, n // 20))
-    parts = hold_out(np.zeros(n, np.int64), held, SPLIT_SEED)
+    counts = min(HELD_OUT, n // 10), min(HELD_OUT, max(1, n // 20))
+    indices = hold_out(np.zeros(n, np.int64), counts, SPLIT_SEED)
     y_NL = pad_sequence([y_L for _, y_L in coded], batch_first=True, padding_value=_OUTSIDE)
-    val, test, train = (by_length([coded[i][0] for i in part], y_NL[part]) for part in parts)
+    val, test, train = (by_length([coded[i][0] for i in index], y_NL[index]) for index in indices)
     return language_task("chat", (train, val, test), tokens, context, pretrained)
 
 
 def chat_tokens(pretrained: str) -> tuple[Tokens, Any]:
-    """Return a chat model's vocabulary and tokenizer. The vocabulary's `encode` writes a prompt as a user's message."""
+    """Return a chat model's vocabulary and tokenizer. `encode` of the vocabulary wraps a prompt as a user's message."""
     folder = pretrained_network(pretrained)
     transformers = import_extra("transformers", "a chat template", "gbfunc[llm]")
     with one_error(folder, "folder with the tokenizer of a pretrained network"):
@@ -80,15 +80,15 @@ def _messages(found: Any) -> list[dict[str, str]]:
 
 
 def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tuple[Tensor, Tensor]:
-    """Return a chat's tokens [L] and targets [L]. A target is the next token, or -100 if no answer has this token."""
+    """Return a chat's tokens [L] and targets [L]. A target is the next token, or -100 if this token is in no answer."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
-    whole, spans = write(messages), []
+    text, spans = write(messages), []
     for n in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
         asked, answered = write(messages[:n], add_generation_prompt=True), write(messages[: n + 1])
-        if not (whole.startswith(answered) and answered.startswith(asked)):
+        if not (text.startswith(answered) and answered.startswith(asked)):
             raise ValueError("the chat template changes earlier messages: give a line for each answer")
         spans.append((len(asked), len(answered)))
-    coded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     inside_L = torch.tensor([any(a < end and start < b for a, b in spans) for start, end in coded["offset_mapping"]])
     x_L = torch.tensor(coded["input_ids"])
     y_L = x_L.masked_fill(~inside_L, _OUTSIDE)[1 : context + 1]

@@ -1,10 +1,10 @@
 """The task `control`: trains policy and value networks in environments of gymnasium by PPO.
 
-In each pass over the data, the current network acts in new environments, in several rollouts. Each transition is used
-in several training steps. The validation and test splits are fixed episodes, in which the greedy policy acts.
+A pass over the data consists of several rollouts, in which the current network acts in new environments. PPO uses each
+transition in several training steps. The validation and test splits are fixed episodes, played by the greedy policy.
 
 Suffixes: T steps of a rollout, N environments, B transitions (or sequences), O numbers of an observation (or channels,
-rows and columns of an image), P numbers that describe a policy, M numbers of a memory.
+rows and columns of an image), P parameters of the distribution of actions, M numbers of a network's memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Front = tuple[Tensor, NDArray[np.bool_], NDArray[np.bool_], Tensor | None]
 """State before a rollout: observations [N, O], whether the next step only restarts the environment [N], whether an
 observation is the first of an episode [N], and the memory [N, M] of the network (None for a network without memory)."""
 
-# Each seed gives separate streams of random numbers, so that evaluations never repeat an episode of training.
+# From one seed, `stream` derives a seed per purpose, so that evaluations never repeat an episode of training.
 _RESETS, _ORDER, _ACTIONS, _CHECKS, _FINAL = range(5)
 
 
@@ -50,7 +50,7 @@ class Environment(NamedTuple):
 
     @property
     def episodes(self) -> int:
-        """Number of episodes of an evaluation: 100, or 10 if inputs are images or episodes can have 1,000 steps."""
+        """Number of episodes of an evaluation: 100, or 10 for images, or if an episode may have 1,000 steps or more."""
         return 100 if len(self.inputs) == 1 and (self.limit or 0) < 1_000 else 10
 
     def seen(self, obs: NDArray[Any]) -> Tensor:
@@ -138,27 +138,27 @@ SETTINGS: Mapping[str, Settings] = MappingProxyType(
 )
 """{environment: settings}, chosen with the seeds 100 to 102. No reported result uses these seeds."""
 
-# CleanRL's settings (`ppo_atari.py`), but the genome's learning rate is ten times larger and tested in short runs only.
+# CleanRL's settings (`ppo_atari.py`), but the genome's learning rate is ten times larger (tested in short runs).
 _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_signs=True, eval_every=50)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """An environment for training. The length counts each transition of a pass once per epoch of PPO."""
+    """The training split. `len` counts the transitions of a pass, each as often as PPO uses it (`epochs` times)."""
 
     env: Environment
     settings: Settings
 
     @property
     def per_pass(self) -> int:
-        """Number of rollouts of a pass: at least `eval_every`, and enough for the longest episode to end."""
+        """Number of rollouts in a pass: at least `eval_every`, and enough steps for the longest possible episode."""
         return max(self.settings.eval_every, -(-(self.env.limit or 1) // self.settings.horizon))
 
     def __len__(self) -> int:
         return self.settings.n_envs * self.settings.horizon * self.settings.epochs * self.per_pass
 
     def to(self, device: torch.device | str) -> Rollouts:
-        """Return self; raises ValueError for a device other than the CPU."""
+        """Return self, because environments run on the CPU; raises ValueError for any other device."""
         if torch.device(device).type != "cpu":
             raise ValueError(f"the control task runs only on the CPU, got --device {device}: leave the option out")
         return self
@@ -179,9 +179,9 @@ class Episodes:
 def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Sequence[int] | None = None) -> Task:
     """Load the task of maximising the return in an environment of gymnasium.
 
-    `env_steps` is the total number of training steps in all environments; None means the best known number. The network
-    gets only the entries `observed` of an observation, by default all entries. For example, `observed=[0, 2]` hides the
-    velocities of CartPole. Then only a network with a memory can balance the pole.
+    `env_steps` is the total number of steps in all training environments; None means the best known number. `observed`
+    lists the entries of an observation that the network gets; None means all. For example, `observed=[0, 2]` hides the
+    velocities of CartPole, so that only a network with a memory can balance the pole.
     """
     settings = SETTINGS.get(env, _ATARI_SETTINGS if env.startswith(ATARI) else Settings())
     if env_steps is not None:
@@ -193,7 +193,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
 
 
 def control_task(env: Environment, settings: Settings) -> Task:
-    """Make the task of an environment for PPO. The learning rate falls linearly to 0, from rollout to rollout."""
+    """Make the task of an environment for PPO. The learning rate falls linearly to 0, in steps after each rollout."""
     interface = Interface(env.inputs, env.n_actions, actions="choice" if env.discrete else "vector")
     size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
     recipe = Recipe(
@@ -210,7 +210,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
     if len(env.inputs) == 3:
         pnet = PNETS["conv_actor_critic"](interface)
     else:
-        # CartPole is symmetric, so an odd function of the observation is a good policy.
+        # CartPole is symmetric in left and right, so a good policy is an odd function of the observation.
         small = env.id in ("CartPole-v1", "Pendulum-v1")
         pnet = PNETS["actor_critic"](interface, odd=env.id == "CartPole-v1", normalize=not small)
 
@@ -243,7 +243,7 @@ def control_task(env: Environment, settings: Settings) -> Task:
 def rollout_batches(
     place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
 ) -> Iterator[Transitions]:
-    """Yield the minibatches of one rollout after the other. Each pass makes new environments with a drawn seed.
+    """Yield the minibatches of all rollouts in turn. Each pass makes new environments, with a random seed.
 
     For a network with a memory, a minibatch has sequences: all steps of a rollout in one environment.
     """
@@ -325,7 +325,7 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tup
 
 
 def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tensor]) -> tuple[NDArray[np.float64], int]:
-    """Play one episode in each of N environments. Return the undiscounted returns [N] and the total number of steps.
+    """Play one episode in each of N = `number` environments. Return the undiscounted returns [N] and all steps.
 
     `act` maps observations [N, O] to actions on the CPU: indices [N] or vectors [N, A].
     """
@@ -348,7 +348,7 @@ def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tenso
 def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
     """Play each episode with the most likely actions, and return the undiscounted returns [number of episodes]."""
     env, number = episodes.env, episodes.number
-    # Only the first episode of each environment counts, so reset the memory only before the first step.
+    # Each environment plays a single episode that counts, so only the first step starts from an empty memory.
     memory, starts_1N = _blank(net, number), torch.ones(1, number, dtype=torch.bool)
 
     def act(obs_NO: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Data sets: random batches for training, and chunks in order for evaluation.
+"""Data sets. For training they yield random batches; for evaluation they yield all examples in order, in chunks.
 
-All randomness is drawn on the CPU and does not depend on the device.
+All random numbers are drawn on the CPU, so that results do not depend on the device.
 
 Suffixes: N examples of a split, B examples of a batch, L positions of a text, C channels, h rows, w columns.
 """
@@ -123,7 +123,7 @@ def endless_batches(
 
 
 def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:
-    """Return `data_dir`. Raises ValueError for None, and FileNotFoundError if the folder does not exist."""
+    """Return `data_dir`; ValueError for None, FileNotFoundError for no folder. `holds` names the needed files."""
     if data_dir is None:
         raise ValueError(f"the {task} task needs --data-dir: the folder with {holds}")
     if not data_dir.is_dir():
@@ -140,15 +140,15 @@ def labels_of(labels: Any, classes: int = 10) -> NDArray[np.int64]:
 
 
 def image_splits(
-    images: Images, held: tuple[int, ...], tested: Images | None = None, *, by_channel: bool = False
+    images: Images, counts: tuple[int, ...], tested: Images | None = None, *, by_channel: bool = False
 ) -> tuple[list[Split], NDArray[Any], NDArray[Any]]:
-    """Hold out sets of `held[0]`, `held[1]`, ... images, and normalise all images (bytes or float64).
+    """Split images (bytes or float64) into sets of `counts[0]`, `counts[1]`, ... images and a training split.
 
-    Return the splits (training, held-out sets, test). Also return the mean and the standard deviation of the training
-    pixels, which normalise all splits: [1, 1, 1, 1], or [1, C, 1, 1] if `by_channel`.
+    Return the splits: training, the sets, and `tested` if given. All are normalised by the mean and the standard
+    deviation of the training pixels, which are also returned: [1, 1, 1, 1], or [1, C, 1, 1] if `by_channel`.
     """
     x, labels = images
-    *parts, train = hold_out(labels, held, SPLIT_SEED)
+    *held_out, train = hold_out(labels, counts, SPLIT_SEED)
     axes = (0, 2, 3) if by_channel else None
     mean, std = (np.asarray(f(x[train], axis=axes, dtype=np.float64, keepdims=True)) for f in (np.mean, np.std))
     dtype = np.result_type(x, np.float32)
@@ -157,12 +157,12 @@ def image_splits(
         normalised = (images - mean.astype(dtype)) / std.astype(dtype)
         return Split(torch.from_numpy(normalised.astype(np.float32, copy=False)), torch.from_numpy(labels))
 
-    splits = [split(x[part], labels[part]) for part in (train, *parts)]
+    splits = [split(x[index], labels[index]) for index in (train, *held_out)]
     return splits + ([] if tested is None else [split(*tested)]), mean, std
 
 
 def scaling(mean: NDArray[np.float64], std: NDArray[np.float64], *, white: int = 255) -> dict[str, Any]:
-    """Return mean and deviation of pixels [1 or C, 1, 1], and the largest value of a pixel, for `Task.about`."""
+    """Return entries of `Task.about`: mean and standard deviation of pixels [1 or C, 1, 1], and their largest value."""
     mean_C11, std_C11 = (torch.from_numpy(values.astype(np.float32)).reshape(-1, 1, 1) for values in (mean, std))
     return {"mean": mean_C11, "std": std_C11, "white": white}
 
@@ -173,26 +173,26 @@ def noise(deviation: float) -> Augment:
     return lambda x, generator: x.clone().add_((deviation * torch.randn(x.shape, generator=generator)).to(x.device))
 
 
-def leave_out(part: float, pad: int) -> Augment:
-    """Return an augmentation that replaces tokens by `pad` with probability `part`, but never a text's first token."""
+def leave_out(probability: float, pad: int) -> Augment:
+    """Return an augmentation that replaces tokens by `pad` at random, but never the first token of a text."""
 
     def change(x_BL: Tensor, generator: torch.Generator) -> Tensor:
-        gone_BL = torch.rand(x_BL.shape, generator=generator) < part
+        gone_BL = torch.rand(x_BL.shape, generator=generator) < probability
         gone_BL[:, 0] = False
         return x_BL.masked_fill(gone_BL.to(x_BL.device), pad)
 
     return change
 
 
-def shift(pixels: int, part: float, fill: float, *, mirrors: bool = False) -> Augment:
-    """Return an augmentation that moves a fraction `part` of the images by up to `pixels` pixels along each axis.
+def shift(pixels: int, fraction: float, fill: float, *, mirrors: bool = False) -> Augment:
+    """Return an augmentation that moves a `fraction` of the images by up to `pixels` pixels along each axis.
 
-    `fill` pads the border. With `mirrors`, move all images and mirror a fraction `part` (He et al., 2015, section 4.2).
+    `fill` pads the border. With `mirrors`, all images move and a `fraction` is mirrored (He et al., 2015, section 4.2).
     """
 
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
         n, _, rows, cols = x_BChw.shape
-        chosen_B = torch.rand(n, generator=generator) < part
+        chosen_B = torch.rand(n, generator=generator) < fraction
         by_2B = torch.randint(2 * pixels + 1, (2, n), generator=generator)
         by_2B = by_2B if mirrors else torch.where(chosen_B, by_2B, pixels)
         row_Bh, col_Bw = by_2B[0, :, None] + torch.arange(rows), by_2B[1, :, None] + torch.arange(cols)
@@ -206,8 +206,8 @@ def shift(pixels: int, part: float, fill: float, *, mirrors: bool = False) -> Au
 def distort(change: float, pixels: float, fill: float) -> Augment:
     """Return an augmentation that rotates, stretches, shears and moves each image at random. `fill` pads the border.
 
-    A pixel at the position y from the centre gets the interpolated value of the old image at (I + C) y + d. C [2, 2] is
-    random from `-change` to `change`, and d [2] from `-pixels` to `pixels` (Simard et al., 2003, section 2).
+    A pixel at the position y, measured from the centre, gets the value that interpolation gives the old image at
+    (I + C) y + d, with C [2, 2] in `-change` to `change`, d [2] in `-pixels` to `pixels` (Simard et al., 2003, 2).
     """
 
     def change_images(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
@@ -218,7 +218,7 @@ def distort(change: float, pixels: float, fill: float) -> Augment:
         map_B23 = (torch.eye(2, 3) + reach_23 * drawn_B23).to(x_BChw.device)
         places_Bhw2 = F.affine_grid(map_B23, list(x_BChw.shape), align_corners=False)
         changed = F.grid_sample(x_BChw - fill, places_Bhw2, align_corners=False) + fill
-        # With this layout, a training step of a convolutional net on a CPU is a third faster.
+        # On a CPU, channels_last makes a training step of a convolutional net a third faster.
         return changed.to(memory_format=torch.channels_last)
 
     return change_images
@@ -230,18 +230,18 @@ def in_turn(*changes: Augment) -> Augment:
 
 
 def hold_out(labels_N: NDArray[np.int64], counts: tuple[int, ...], seed: int) -> tuple[NDArray[np.int64], ...]:
-    """Split a data set into disjoint sets of `counts[0]`, `counts[1]`, ... examples, and the remaining examples.
+    """Split a data set into disjoint random sets: `counts[0]`, `counts[1]`, ... examples, and all remaining examples.
 
     Return the indices of each set. Sets have equal proportions of classes. A seed gives the same sets on all machines.
     """
     n = len(labels_N)
-    # All versions of numpy draw the same numbers from RandomState. Numbers from Generator may change.
+    # RandomState draws the same numbers in all versions of numpy, unlike numpy's newer Generator.
     shuffled_N = np.random.RandomState(seed).permutation(n)
     share_N = np.empty(n)
     for label in np.unique(labels_N):
         members = shuffled_N[labels_N[shuffled_N] == label]
         share_N[members] = (np.arange(len(members)) + 0.5) / len(members)
-    # Sort examples by relative position within their class, so that any interval has all classes in proportion.
+    # Sort examples by their position within their class (0 to 1). Then every slice has all classes in proportion.
     rank_N = np.lexsort((shuffled_N, share_N))
     bounds = np.cumsum((0, *counts, n - sum(counts)))
     return tuple(np.sort(rank_N[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))

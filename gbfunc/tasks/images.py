@@ -30,7 +30,7 @@ _MAX_UNPACKED = 1 << 30  # largest size of an unpacked .npz
 
 
 def digits() -> Task:
-    """Load 1,797 handwritten digits of 8 x 8 pixels, as scikit-learn ships them."""
+    """Load the 1,797 handwritten digits of 8 x 8 pixels that scikit-learn contains."""
     datasets = import_extra("sklearn.datasets", "the digits task", "gbfunc[cli]")
     pixels, labels = datasets.load_digits(return_X_y=True)
     interface = Interface((1, 8, 8), 10)
@@ -44,12 +44,12 @@ def digits() -> Task:
 def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """Read a gzipped IDX file, which must hold unsigned bytes in the shape `shape`.
 
-    Format: two zero bytes, the byte 8, a byte with the number of axes, lengths of axes (32-bit, big-endian), the data.
+    Format: bytes 0, 0, 8 and the number of axes; the length of each axis (32-bit, big-endian); the data.
     """
     header = bytes((0, 0, 8, len(shape))) + b"".join(n.to_bytes(4, "big") for n in shape)
     size = len(header) + math.prod(shape)
     with one_error(path, "IDX file"), gzip.open(path) as file:
-        # Read at most one byte more than expected. A longer file is refused, and a zip bomb cannot fill the memory.
+        # Read at most one byte more than expected: enough to refuse a longer file, and a zip bomb cannot fill memory.
         if not (content := file.read(size + 1)).startswith(header) or len(content) != size:
             got = f"{len(content)} or more that start with {content[: len(header)].hex() or 'nothing'}"
             raise ValueError(f"expected {size} bytes that start with {header.hex()} (shape {shape}), got {got}")
@@ -60,14 +60,14 @@ def load_mnist(data_dir: Path) -> tuple[Images, Images]:
     """Read the training set and the test set from four `.gz` files: images [N, 1, 28, 28] and labels [N]."""
     if not any(data_dir.glob("*-ubyte.gz")) and (found := next(data_dir.glob("*/*-ubyte.gz"), None)):
         raise FileNotFoundError(f"no IDX files in {data_dir}, but in a folder inside: pass --data-dir {found.parent}")
-    parts = []
+    sets = []
     for stem, n in (("train", 60_000), ("t10k", 10_000)):
         path = data_dir / f"{stem}-labels-idx1-ubyte.gz"
         images = read_idx(data_dir / f"{stem}-images-idx3-ubyte.gz", (n, 28, 28))
         labels = read_idx(path, (n,))
         with one_error(path, "file of labels"):
-            parts.append((images[:, None], labels_of(labels)))
-    return parts[0], parts[1]
+            sets.append((images[:, None], labels_of(labels)))
+    return sets[0], sets[1]
 
 
 def mnist_like(
@@ -80,10 +80,10 @@ def mnist_like(
 ) -> Task:
     """Load MNIST (LeCun, Cortes and Burges) or another data set of 28 x 28 grey pixels in four IDX `.gz` files.
 
-    The validation split has 5,000 fixed training images. In training, normal noise is added, whose deviation is `noise`
-    times the pixels' deviation. A fraction `shift` of the images is moved by up to one pixel along each axis. With
-    `distort`, images are rotated, stretched and sheared by up to this fraction, and moved by up to 1.5 pixels. For an
-    option that is None, the best known value for the size of the genome applies.
+    The validation split has 5,000 fixed training images. Three options change the training images. `noise` is the
+    standard deviation of normal noise, as a multiple of the pixels'. `shift` is the fraction of images that move by up
+    to one pixel along each axis. `distort` is the largest change when images are rotated, stretched and sheared; they
+    also move by up to 1.5 pixels. None chooses the best known value for the size of the genome.
     """
     asked = {"noise": noise, "shift": shift, "distort": distort}
     for option, x in asked.items():
@@ -104,7 +104,7 @@ mnist, fashion_mnist = partial(mnist_like, "mnist"), partial(mnist_like, "fashio
 def _mnist_recipe(pnet: PNet, genome_params: float, asked: Mapping[str, float | None], blank: float) -> Recipe:
     recipe, known = Recipe(lr=1e-2), {"noise": 0.0, "shift": 0.0, "distort": 0.0}
     if pnet.name == "mlp":
-        # Genomes overfit: without noise and shifts, later epochs do not improve the validation accuracy.
+        # Genomes of an MLP overfit: without noise and shifts, later epochs do not raise the validation accuracy.
         small = genome_params <= 1_000
         known |= {"noise": 0.25 if small else 0.4, "shift": 0.3}
         lr, betas, epochs = (8e-2, (0.9, 0.95), 120) if small else (4e-2, (0.9, 0.99), 50)
@@ -139,8 +139,8 @@ def cifar10(data_dir: Path | None = None) -> Task:
 
 
 def cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
-    """Choose the recipe for small photographs."""
-    # Small genomes do not overfit, so shift their images less. Large genomes do not need the higher learning rate.
+    """Choose the recipe for photographs of about 32 x 32 pixels."""
+    # Small genomes hardly overfit, so shift their images less. Large genomes learn as well at 2e-2.
     lr = 3e-2 if genome_params < 30_000 else 2e-2
     pixels = 0 if genome_params < 5_000 else 2 if genome_params < 15_000 else 4
     augment = data.shift(pixels, 0.5, 0.0, mirrors=True)
@@ -149,7 +149,7 @@ def cifar10_recipe(pnet: PNet, genome_params: float) -> Recipe:
 
 def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tuple[Images, Images]:
     """Read the training set and the test set from python batches, or from `.npz` files that begin with `name`."""
-    packed = [sorted(data_dir.glob(f"{name}_{part}*.npz")) for part in ("train", "test")]
+    packed = [sorted(data_dir.glob(f"{name}_{split}*.npz")) for split in ("train", "test")]
     if any(packed):
         if (counts := [len(paths) for paths in packed]) != [1, 1]:
             expected = f"{data_dir} must hold one {name}_train*.npz and one {name}_test*.npz"
@@ -158,8 +158,8 @@ def load_cifar(data_dir: Path, name: str = "cifar10", classes: int = 10) -> tupl
     folder = inner if (inner := data_dir / "cifar-10-batches-py").is_dir() else data_dir
     if not any(folder.glob("data_batch_*")):
         raise FileNotFoundError(f"{folder} must hold CIFAR-10's python batches or cifar10_train*.npz, got neither")
-    parts = [read_batch(folder / f"data_batch_{i}") for i in range(1, 6)]
-    images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    batches = [read_batch(folder / f"data_batch_{i}") for i in range(1, 6)]
+    images, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
     return (images, labels), read_batch(folder / "test_batch")
 
 
@@ -184,13 +184,13 @@ def read_packed(path: Path, classes: int = 10) -> Images:
 
 
 class _Stub:
-    """Stores the arguments and state of a pickled object, so that no code of the pickle runs."""
+    """Takes the place of a pickled object and stores its arguments and state, so that no code of the pickle runs."""
 
     def __init__(self, *args: Any) -> None:
-        self.parts = args
+        self.contents = args
 
     def __setstate__(self, state: Any) -> None:
-        self.parts += state
+        self.contents += state
 
 
 class _Reader(pickle.Unpickler):
@@ -208,8 +208,8 @@ def read_batch(path: Path) -> Images:
         with path.open("rb") as file:
             batch = _Reader(file, encoding="latin1").load()
         labels = labels_of(batch["labels"])
-        # The pickled array has three arguments of numpy's `_reconstruct` (ignored), and then the array's state.
-        *_, shape, dtype, by_columns, data = batch["data"].parts
-        if shape != (len(labels), 3_072) or dtype.parts[0] != "u1" or by_columns:
+        # `contents` of an array: the three arguments of numpy's `_reconstruct`, not needed here, and the array's state.
+        *_, shape, dtype, by_columns, data = batch["data"].contents
+        if shape != (len(labels), 3_072) or dtype.contents[0] != "u1" or by_columns:
             raise ValueError(f"data must be {len(labels)} x 3072 unsigned bytes, row by row, got {shape}")
         return np.frombuffer(data.encode("latin1"), np.uint8).reshape(-1, *_SHAPE), labels

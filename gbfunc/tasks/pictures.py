@@ -27,7 +27,7 @@ from gbfunc.untrusted import one_error, parse_json, read_picture
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp", ".avif", ".jp2")
 _HOLDS = f"a folder of pictures ({' '.join(_SUFFIXES)}) per class, or CIFAR's (cifar-10-batches-py, cifar*_train*.npz)"
 _CIFAR = ("data_batch_*", "cifar-10-batches-py", "cifar*_train*.npz")
-_LEAST = 10  # least number of training pictures
+_LEAST = 10  # a data set needs at least this number of training pictures
 _MAX_BYTES = 1 << 33  # largest number of bytes of all pictures in memory
 _SIZE = 32  # number of rows of pictures without a pretrained network
 _ADAPTER = 6_000  # default number of parameters of an adapter, not counting the head
@@ -38,31 +38,31 @@ _FINE_TUNING = Recipe(direct_lr=3e-3, dense_lr=3e-4, clip_norm=1.0, schedule=lin
 class Pictures(Split):
     """Pictures as bytes [N, C, h, w], and their classes [N]. The pictures of a batch are normalised."""
 
-    scale: tuple[list[float], list[float]] = ([], [])  # mean and deviation of bytes, by channel
+    scale: tuple[list[float], list[float]] = ([], [])  # mean and standard deviation of bytes, by channel
 
     def __getitem__(self, index: Any) -> Batch:
         x_BChw, y_B = super().__getitem__(index)
         mean_C11, std_C11 = torch.tensor(self.scale, device=x_BChw.device)[..., None, None]
-        # Convolutions on a CPU take half the time in this layout.
+        # On a CPU, channels_last halves the time of convolutions.
         return ((x_BChw - mean_C11) / std_C11).contiguous(memory_format=torch.channels_last), y_B
 
 
 def images(data_dir: Path | None = None, pretrained: str | None = None, size: int | None = None) -> Task:
-    """Load pictures from a folder per class, or from CIFAR's files (see `load_cifar`), and scale to `size` x `size`.
+    """Load pictures from one folder per class, or from CIFAR's files (`load_cifar`). Scale them to `size` x `size`.
 
     `pretrained` is an image classifier (see `pretrained_network`) that gets a new head. The classifier's preprocessor
     determines the default size and the normalisation. Without `pretrained`, the default size is 32, and pictures are
-    normalised by the mean and deviation of the training pictures.
+    normalised by the mean and standard deviation of the training pictures.
 
     The data folder may have folders `train` and `test`, `train` and `val`, or all three, each with a folder per class.
-    If only `test` is missing, `val` is the test split. A fixed, stratified tenth of `train` replaces a missing split.
+    Without `test`, `val` becomes the test split. A split that is then missing is a fixed, stratified tenth of `train`.
     """
     if size is not None and (type(size) is not int or size < 12):
         raise ValueError(f"size of the images task must be an int >= 12, got {size!r}")
-    names, parts = find_parts(data_folder("images", data_dir, _HOLDS))
+    names, splits = find_splits(data_folder("images", data_dir, _HOLDS))
     usual, *scale = (_SIZE,) if pretrained is None else preprocessing(pretrained_network(str(pretrained)))
     size = size or usual
-    interface = Interface((3, size, size), 1 + max(int(labels_N.max()) for _, labels_N in parts.values()))
+    interface = Interface((3, size, size), 1 + max(int(labels_N.max()) for _, labels_N in splits.values()))
     pnet, settings, params = PNETS["allconv"](interface), cifar10_recipe, 14_958
     if pretrained is not None:
         pnet = hugging_face(interface, "", pretrained=pretrained)
@@ -70,17 +70,17 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
         with torch.no_grad(), one_error(pretrained, f"network for pictures of {size} x {size}"):
             net(torch.zeros(1, *interface.inputs))
         head = sum(n_params(net.get_submodule(name)) for name in pnet.plan(0).modules_to_save)
-        settings, params = partial(_recipe, head, len(parts["train"][1])), head + _ADAPTER
-    if (needed := sum(len(labels_N) for _, labels_N in parts.values()) * 3 * size**2) > _MAX_BYTES:
+        settings, params = partial(_recipe, head, len(splits["train"][1])), head + _ADAPTER
+    if (needed := sum(len(labels_N) for _, labels_N in splits.values()) * 3 * size**2) > _MAX_BYTES:
         raise ValueError(f"at most {_MAX_BYTES:,} bytes of pictures fit, got {needed:,} at size {size}: lower size")
-    pixels = {part: read_pixels(pictures, size) for part, (pictures, _) in parts.items()}
+    pixels = {split: read_pixels(pictures, size) for split, (pictures, _) in splits.items()}
     if not scale:
         some_NhwC = pixels["train"][:: 1 + len(pixels["train"]) // 1_000].astype(np.float64)
         scale = [some_NhwC.mean((0, 1, 2)), np.maximum(some_NhwC.std((0, 1, 2)), 1)]
     mean, std = (numbers_C.tolist() for numbers_C in scale)
     train, val, test = (
-        Pictures(torch.from_numpy(pixels[part]).permute(0, 3, 1, 2), torch.from_numpy(parts[part][1]), (mean, std))
-        for part in ("train", "val", "test")
+        Pictures(torch.from_numpy(pixels[split]).permute(0, 3, 1, 2), torch.from_numpy(splits[split][1]), (mean, std))
+        for split in ("train", "val", "test")
     )
     about = scaling(*scale) | ({"classes": names} if names else {})
     return Task("images", interface, train, val, test, pnet, settings, genome_params=params, about=about)
@@ -88,43 +88,43 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
 
 def _recipe(head: int, pictures: int, pnet: PNet, genome_params: float) -> Recipe:
     batch_size = min(32, pictures)
-    # Train for 450 steps, but at least for 5 passes and at most for 20 passes.
+    # Train for about 450 steps, within the limits of 5 and 20 passes over the pictures.
     epochs = min(max(5, math.ceil(450 * batch_size / pictures)), 20)
-    # Take a third of the rate for texts: with 5,000 parameters and a direct head, 1e-2 was better than 3e-2 and 3e-3.
+    # `base_rate` was chosen for texts. For pictures, a third of it was best: 1e-2, tried with 3e-2 and 3e-3.
     lr = base_rate(genome_params - head if genome_params > head else genome_params) / 3
     return replace(_FINE_TUNING, lr=lr, batch_size=batch_size, epochs=epochs)
 
 
-def find_parts(folder: Path) -> tuple[list[str], dict[str, tuple[Any, NDArray[np.int64]]]]:
-    """Return the names of the classes ([] for CIFAR's files), and {split: (pictures, their classes)} (see `images`).
+def find_splits(folder: Path) -> tuple[list[str], dict[str, tuple[Any, NDArray[np.int64]]]]:
+    """Return the names of the classes ([] for CIFAR's files), and {split: (pictures, classes)} as `images` uses them.
 
-    Hidden files, hidden folders, and files that do not have the suffix of a picture are left out.
+    Hidden files, hidden folders, and files without the suffix of a picture format are ignored.
     """
     names: list[str] = []
-    parts: dict[str, tuple[Any, NDArray[np.int64]]] = {}  # {split: (files or bytes [C, h, w] of pictures, classes)}
+    splits: dict[str, tuple[Any, NDArray[np.int64]]] = {}  # {split: (files, or bytes [N, C, h, w], classes [N])}
     if any(any(folder.glob(pattern)) for pattern in _CIFAR):
-        parts["train"], parts["test"] = load_cifar(folder, "cifar*", 256)
+        splits["train"], splits["test"] = load_cifar(folder, "cifar*", 256)
     else:
         inner = {name: folder / name for name in ("train", "val", "test") if _folders(folder / name)}
         inner = inner if "train" in inner and len(inner) > 1 else {"train": folder}
-        for part, path in inner.items():
+        for split, path in inner.items():
             found = _by_class(path)
             names = names or [*found]
             if unknown := [name for name in found if name not in names]:
                 raise ValueError(f"{path} has a class {unknown[0]!r}, which {inner['train']} lacks: add or remove it")
             labels = [names.index(name) for name, paths in found.items() for _ in paths]
-            parts[part] = sum(found.values(), []), np.array(labels)
-    if "test" not in parts and "val" in parts:
-        parts["test"] = parts.pop("val")
-    pictures, labels_N = parts["train"]
+            splits[split] = sum(found.values(), []), np.array(labels)
+    if "test" not in splits and "val" in splits:
+        splits["test"] = splits.pop("val")
+    pictures, labels_N = splits["train"]
     if labels_N.max() < 1 or len(labels_N) < _LEAST:
         got = f"{len(labels_N)} of {', '.join(map(repr, names[:5])) or 'one class'}"
         raise ValueError(f"{folder} must hold {_LEAST} pictures to learn from, of two classes or more, got {got}")
-    lacking = [part for part in ("val", "test") if part not in parts]
-    held = hold_out(labels_N, (len(labels_N) // 10,) * len(lacking), SPLIT_SEED)
-    for part, index_N in zip((*lacking, "train"), held, strict=True):
-        parts[part] = [pictures[i] for i in index_N], labels_N[index_N]
-    return names, parts
+    lacking = [split for split in ("val", "test") if split not in splits]
+    indices = hold_out(labels_N, (len(labels_N) // 10,) * len(lacking), SPLIT_SEED)
+    for split, index_N in zip((*lacking, "train"), indices, strict=True):
+        splits[split] = [pictures[i] for i in index_N], labels_N[index_N]
+    return names, splits
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -135,7 +135,7 @@ def _by_class(folder: Path) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for inner in _folders(folder):
         files = {x.relative_to(inner).parts: x for x in inner.rglob("*") if x.suffix.lower() in _SUFFIXES}
-        found[inner.name] = [files[parts] for parts in sorted(files) if not any(part[0] == "." for part in parts)]
+        found[inner.name] = [files[path] for path in sorted(files) if not any(name[0] == "." for name in path)]
     if not any(found.values()):
         raise FileNotFoundError(f"{folder} holds no pictures: it must hold {_HOLDS}")
     if empty := [name for name, paths in found.items() if not paths]:
@@ -155,7 +155,7 @@ def read_pixels(pictures: Sequence[Any], size: int) -> NDArray[np.uint8]:
 
 
 def preprocessing(folder: Path) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-    """Read how a pretrained network scales pictures: the number of rows, and the mean and deviation of bytes [C]."""
+    """Read how a pretrained network normalises pictures. Return their rows, and mean and deviation of bytes [C]."""
     path, timm = folder / PREPROCESSOR, parse_json((folder / CONFIG).read_bytes(), CONFIG).get("pretrained_cfg")
     with one_error(path, "preprocessor, which says how a network takes pictures"):
         if timm is None:

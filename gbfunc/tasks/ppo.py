@@ -2,7 +2,7 @@ r"""Proximal policy optimisation (Schulman et al., 2017): advantages, policies a
 
 Details follow "The 37 Implementation Details of Proximal Policy Optimization" (Huang et al., ICLR blog track, 2022) and
 CleanRL. Suffixes: T steps of a rollout, N environments, B transitions of a minibatch, O numbers of an
-observation, P numbers that describe a policy, A numbers of an action, or actions to choose from.
+observation, P parameters of the distribution of actions, A numbers of an action, or actions to choose from.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Settings:
     env_steps: int = 500_000  # total number of transitions in all environments
     n_envs: int = 4  # number of parallel environments, N
     horizon: int = 128  # steps of a rollout in each environment, T
-    epochs: int = 4  # passes over a rollout
-    minibatches: int = 4  # number of minibatches of a rollout, with one gradient step each
-    gamma: float = 0.99  # discount
+    epochs: int = 4  # number of passes over the transitions of a rollout
+    minibatches: int = 4  # number of minibatches per pass over a rollout, with one gradient step each
+    gamma: float = 0.99  # discount factor of rewards, per step
     lam: float = 0.95  # lambda of generalised advantage estimation
-    clip: float = 0.2  # the loss clips probability ratios to 1 ± `clip`, and changes of the value to ± `clip`
+    clip: float = 0.2  # the loss clips probability ratios to 1 ± `clip`, and changes of a state's value to ± `clip`
     entropy: float = 0.01  # coefficient of the entropy bonus
     value: float = 0.5  # coefficient of the value loss
-    clip_norm: float = 0.5  # largest Euclidean norm of the gradient
+    clip_norm: float = 0.5  # gradients with a larger Euclidean norm are scaled down to this norm
     reward_scale: float = 1.0  # factor of rewards in training; reported returns are not scaled
     reward_signs: bool = False  # whether training uses only the signs of rewards, as is usual for Atari
     lr: float = 2.5e-3  # learning rate of the genome at the start
     dense_lr: float = 2.5e-4  # learning rate of a dense net at the start
-    eval_every: int = 4  # rollouts between two evaluations
+    eval_every: int = 4  # number of rollouts between two evaluations
 
     def __post_init__(self) -> None:
         if (size := self.n_envs * self.horizon) % self.minibatches:
@@ -59,8 +59,8 @@ class Transitions(NamedTuple):
     actions: Tensor  # int64 [B], or float [B, A]
     log_probs: Tensor  # log probabilities of the actions, by the policy that chose them [B]
     advantages: Tensor  # [B]
-    returns: Tensor  # targets of the value [B]
-    values: Tensor  # values that the acting network predicted [B]
+    returns: Tensor  # targets of the value network [B]
+    values: Tensor  # values that the network predicted when it acted [B]
     valid: Tensor  # 1 for a step of the policy, 0 for a step that only restarted the environment [B]
     starts: Tensor | None = None  # for a network with a memory: 1 where an episode starts [B, T]
     memory: Tensor | None = None  # for a network with a memory: the memory before the first step [B, M]
@@ -79,8 +79,8 @@ def gae(
 ) -> Tensor:
     r"""Compute generalised advantage estimates [T, N] (Schulman et al., 2016, equation 16).
 
-    $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. At an episode's
-    end, $\hat A_{t+1}$ is 0. $V(s_{t+1})$ is 0 for a terminal state, and the last state's value after a truncation.
+    $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. After an
+    episode's last step, $\hat A_{t+1}$ is 0. After a termination, $V(s_{t+1})$ is 0; after a truncation, it is not.
 
     `values_TN` [T + 1, N] has the values of the states before each step, and of the state after the last step.
     """
@@ -99,8 +99,8 @@ def ppo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss (clipped policy loss + clipped value loss - entropy bonus, over valid transitions) and metrics.
 
-    Advantages are normalised over the minibatch. The metrics are the loss's terms (`entropy` in nats), the fraction of
-    `clipped` probability ratios, and `kl`: KL(acting policy, current policy) by http://joschu.net/blog/kl-approx.html.
+    Advantages are normalised over the minibatch. The metrics are the loss's terms (`entropy` in nats), the fraction
+    `clipped` of clipped ratios, and `kl` of acting and current policy (http://joschu.net/blog/kl-approx.html).
     """
     count = batch.valid.sum().clamp(min=1.0)
 
@@ -115,7 +115,7 @@ def ppo_loss(
     numbers_BP, values_B, *_ = net(batch.obs, *remembered)
     actions = policy(numbers_BP, discrete)
     log_ratio_B = actions.log_prob(batch.actions) - batch.log_probs
-    # Ignore a step that only restarts the environment: the policy did not choose its action, and the ratio may be inf.
+    # Ignore steps that only restart an environment: the policy did not choose the action, and the ratio may be inf.
     log_ratio_B = torch.where(batch.valid > 0, log_ratio_B, 0.0)
     ratio_B = log_ratio_B.exp()
     clipped_B = ratio_B.clamp(1 - settings.clip, 1 + settings.clip)

@@ -26,11 +26,11 @@ from gbfunc.untrusted import one_error
 
 _MAX_BYTES = 1 << 30
 
-# Batch size of nanoGPT's run on a CPU (config/train_shakespeare_char.py and its readme), and twice as many steps.
+# The batch size is nanoGPT's on a CPU (config/train_shakespeare_char.py and readme). The steps are twice as many.
 _TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
 _TUNING = Recipe(lr=3e-2, dense_lr=1e-4, batch_size=4, steps=300, measure_every=100, clip_norm=1.0)
-HELD_OUT = 128  # largest number of windows or chats in the validation or test split of a pretrained model
-_WHOLE_RATE = 65_000  # genomes with more parameters than this get a lower learning rate
+HELD_OUT = 128  # a pretrained model is evaluated on at most this number of windows or chats
+_FULL_RATE = 65_000  # genomes with more parameters than this get a lower learning rate
 
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
 _SMALL_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -38,17 +38,17 @@ _FROM_SCRATCH = Recipe(lr=1e-2, direct_lr=3e-3, dense_lr=1e-3, batch_size=32, ep
 _FINE_TUNING = replace(_FROM_SCRATCH, dense_lr=1e-4, betas=(0.9, 0.999), epochs=3, schedule=linear_decay)
 _LEAST_STEPS, _MOST_EPOCHS = 450, 20  # fine-tuning runs for at least 450 steps, but for at most 20 epochs
 _LEFT_OUT = 0.1  # fraction of the tokens that fine-tuning masks (word dropout: Iyyer et al., 2015, 2.2)
-LEAST = 10  # least number of training texts
-_POOL = 16  # number of batches in a pool, within which texts are sorted by length
+LEAST = 10  # a data set needs at least this number of training texts
+_POOL = 16  # number of batches whose texts are sorted by length together
 
 
 class Tokens(NamedTuple):
-    """A vocabulary."""
+    """A vocabulary, and the functions between text and tokens."""
 
-    size: int  # number of tokens, the pad included
+    size: int  # number of tokens in the vocabulary, the token `pad` included
     encode: Callable[[str], Tensor]  # text to tokens [L]; `ValueError` for text without tokens
     decode: Callable[[list[int]], str] | None = None  # tokens to text
-    digest: str = ""  # hash that distinguishes vocabularies of equal size
+    digest: str = ""  # hash of the vocabulary, because two vocabularies may have equal sizes
     pad: int = 0  # token that pads short texts; no text contains it
 
 
@@ -71,20 +71,20 @@ def text(
     The text is a file in UTF-8, a folder (see `read_text`) or, by default, the text of Python's help
     (`pydoc_data.topics`). The model gets `context` tokens. A token is a character or, with `vocabulary`, one of this
     number of byte pairs, learned from the training split. A pretrained causal language model (see `pretrained_network`)
-    uses its own tokens, and only the first 128 windows of the validation split and of the test split.
+    has its own tokens, and is evaluated on the first 128 windows of a split.
     """
     check_int("text", "context", context, 2)
     check_int("text", "vocabulary", vocabulary, 257)
     source = python_help() if data_dir is None else read_text(data_dir)
     # Validate on the last tenth of the text, as is usual for the data set "tiny shakespeare".
     first, last = int(len(source) * 0.05), int(len(source) * 0.9)
-    parts = (source[first:last], source[last:], source[:first])
+    sources = (source[first:last], source[last:], source[:first])
     if pretrained is not None:
         _check_vocabulary(pretrained, vocabulary)
         tokens = pretrained_tokens(pretrained)
     else:
-        tokens = characters(source) if vocabulary is None else byte_pairs(parts[0], vocabulary)
-    splits = [Windows(tokens.encode(part), context, len(part)) for part in parts]
+        tokens = characters(source) if vocabulary is None else byte_pairs(sources[0], vocabulary)
+    splits = [Windows(tokens.encode(words), context, len(words)) for words in sources]
     if (n := min(len(split.tokens) for split in splits)) <= context + 1:
         expected = f"expected more than {context + 1} tokens in each part of {data_dir or 'the text'}"
         raise ValueError(f"{expected}, got {n}: use a longer text or a smaller context")
@@ -99,7 +99,7 @@ def language_task(name: str, splits: Sequence[Data], tokens: Tokens, context: in
         metrics = LOSS if isinstance(splits[0], Windows) else LOSS[:1]
         how |= dict(genome_params=20_000, evaluate=partial(text_metrics, windows=8, most=HELD_OUT), metrics=metrics)
         pnet = hugging_face(interface, "", pretrained=pretrained)
-        # Low-rank deltas of SmolLM2 learn best at the rate 1e-1 up to 25,000 parameters, and at 6e-2 with 77,000.
+        # For low-rank deltas of SmolLM2, the best learning rate is 1e-1 up to 25,000 parameters, and 6e-2 at 77,000.
         rate = {"low_rank": lambda n: 1e-1 * min(1.0, 25_000 / n) ** 0.5}
         how |= dict(settings=lambda p, n: replace(_TUNING, lr=rate.get(p.plan(n).hypernet.type, base_rate)(n)))
     else:
@@ -111,8 +111,8 @@ def language_task(name: str, splits: Sequence[Data], tokens: Tokens, context: in
 
 def _text_recipe(pnet: PNet, genome_params: float) -> Recipe:
     # Genomes of 290,000 parameters learn best at the rate 6e-3 (tried: 4e-3, 6e-3, 2e-2).
-    if _WHOLE_RATE < genome_params < math.inf:
-        return replace(_TEXT, lr=_TEXT.lr * (_WHOLE_RATE / genome_params) ** 0.8)
+    if _FULL_RATE < genome_params < math.inf:
+        return replace(_TEXT, lr=_TEXT.lr * (_FULL_RATE / genome_params) ** 0.8)
     return _TEXT
 
 
@@ -126,15 +126,15 @@ def python_help() -> str:
 def read_text(path: Path) -> str:
     """Read a text file in UTF-8, or all `.txt` files under a folder as one text.
 
-    Files are joined in the order of their relative paths, which is the same on every machine. Each file begins on a new
-    line. Hidden files, hidden folders and files without text are left out.
+    Files are sorted by relative path, so that the text is the same on every machine. Each file begins on a new
+    line. Hidden files, hidden folders and files without text are ignored.
     """
     if not path.exists():
         raise FileNotFoundError(f"no such text file or folder: {path}")
     files = [path]
     if path.is_dir():
-        parts = {file.relative_to(path).parts: file for file in path.rglob("*.txt") if file.is_file()}
-        files = [parts[part] for part in sorted(parts) if not any(name.startswith(".") for name in part)]
+        by_path = {file.relative_to(path).parts: file for file in path.rglob("*.txt") if file.is_file()}
+        files = [by_path[key] for key in sorted(by_path) if not any(name.startswith(".") for name in key)]
         if not files:
             raise FileNotFoundError(f"expected .txt files in {path}, got none: name a file, or another folder")
     if (size := sum(file.stat().st_size for file in files)) > _MAX_BYTES:
@@ -159,11 +159,11 @@ def characters(source: str) -> Tokens:
     alphabet = "".join(sorted(set(source)))
     number = {char: i for i, char in enumerate(alphabet)}
 
-    def encode(part: str) -> Tensor:
-        if unknown := sorted(set(part) - number.keys()):
+    def encode(words: str) -> Tensor:
+        if unknown := sorted(set(words) - number.keys()):
             names = ", ".join(map(repr, unknown[:10]))
             raise ValueError(f"expected the {len(alphabet)} characters of the text, got {names}: leave them out")
-        return torch.tensor([number[char] for char in part])
+        return torch.tensor([number[char] for char in words])
 
     return Tokens(len(alphabet), encode, lambda tokens: "".join(alphabet[t] for t in tokens), digest_of(alphabet))
 
@@ -174,7 +174,7 @@ def byte_pairs(source: str, vocabulary: int) -> Tokens:
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator([source], vocabulary, min_frequency=0, show_progress=False)
     size, digest = tokenizer.get_vocab_size(), digest_of(tokenizer.to_str())
-    return Tokens(size, lambda part: torch.tensor(tokenizer.encode(part).ids), tokenizer.decode, digest)
+    return Tokens(size, lambda words: torch.tensor(tokenizer.encode(words).ids), tokenizer.decode, digest)
 
 
 def digest_of(words: str) -> str:
@@ -210,7 +210,7 @@ def continue_text(net: Net, task: Task, prompt: str, tokens: int, *, temperature
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=bool(sampled), **sampled
             )
         return task.decode(all_1L[0, len(written) :].tolist())
-    # Ignore logits beyond the task's tokens, because a model may have more outputs.
+    # Ignore surplus logits: a model may have more outputs than the task has tokens.
     start, known = len(written), task.interface.outputs
     for _ in range(tokens):
         logits_V = logits_of(net(torch.tensor([written[-context:]])))[0, -1, :known].double()
@@ -235,7 +235,7 @@ class PaddedTexts(Split):
         return x, y if y.ndim == 1 else y[:, : x.shape[1]]
 
     def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-        # Sort texts by length within pools of batches. This halves the padding, and the batches remain random.
+        # Sort texts by length, but only within random pools of batches: half the padding, and still random batches.
         pools = (pool[self.lengths[pool].argsort(stable=True)] for pool in shuffled_N.split(_POOL * batch_size))
         batches = [index_B for pool in pools for index_B in pool.split(batch_size)]
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
@@ -270,22 +270,22 @@ def classified(
         names = ", ".join(map(repr, classes[:10])) + (", ..." if len(classes) > 10 else "")
         line, label = unknown[0]
         raise ValueError(f"{test_path}, line {line}: expected a label of train.txt, {names}, got {label!r}: edit it")
-    labels_N, test_labels_N = (np.array([number[label] for label in part]) for part in (labels, test_labels))
-    held, kept = hold_out(labels_N, (min(500, len(labels_N) // 10),), SPLIT_SEED)
+    labels_N, test_labels_N = (np.array([number[label] for label in names]) for names in (labels, test_labels))
+    val_index, train_index = hold_out(labels_N, (min(500, len(labels_N) // 10),), SPLIT_SEED)
     if pretrained is None:
         # Number the byte pairs from 1, because 0 is the token that pads short texts.
-        pairs = byte_pairs("\n".join(learned[i] for i in kept), (vocabulary or 1_000) - 1)
+        pairs = byte_pairs("\n".join(learned[i] for i in train_index), (vocabulary or 1_000) - 1)
         tokens = Tokens(pairs.size + 1, lambda words: pairs.encode(words)[:max_tokens] + 1)
     else:
         tokens = pretrained_tokens(pretrained, max_tokens)
     interface = Interface((max_tokens,), len(classes), vocabulary=tokens.size, pad=tokens.pad)
-    parts = [([learned[i] for i in part], labels_N[part]) for part in (kept, held)] + [(tested, test_labels_N)]
-    coded = (([tokens.encode(words) for words in source], torch.from_numpy(labels)) for source, labels in parts)
-    train, val, test = (by_length(*part, tokens.pad) for part in coded)
+    splits = [([learned[i] for i in index], labels_N[index]) for index in (train_index, val_index)]
+    coded = (([*map(tokens.encode, texts)], torch.from_numpy(y_N)) for texts, y_N in (*splits, (tested, test_labels_N)))
+    train, val, test = (by_length(*split, tokens.pad) for split in coded)
     config: dict[str, Any] = _SMALL_BERT if pretrained is None else {"pretrained": pretrained}
     pnet = hugging_face(interface, "bert" if pretrained is None else "", **config)
     how: dict[str, Any] = dict(genome_params=None if pretrained is None else 3_000, compression=3.0)
-    # Evaluate in small chunks, which have less padding, because all texts of a chunk are padded to the longest one.
+    # Evaluate in small chunks: all texts of a chunk are padded to its longest text, so small chunks need less padding.
     how |= dict(evaluate=lambda net, split: {"accuracy": accuracy(net, split, 64)})
     how |= dict(settings=partial(_recipe, len(train), tokens.pad), encode=tokens.encode, about={"classes": classes})
     return Task(name, interface, train, val, test, pnet, **how)
@@ -333,7 +333,7 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
 
 
 def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
-    """Read the vocabulary of a pretrained network. With `max_tokens`, texts are truncated, for a task with classes."""
+    """Read the vocabulary of a pretrained network. With `max_tokens` (for classification), texts are truncated."""
     folder = pretrained_network(pretrained)
     needed = "a pretrained network of texts", "gbfunc[text,hf]"
     tokenizers, transformers = (import_extra(name, *needed) for name in ("tokenizers", "transformers"))
@@ -346,7 +346,7 @@ def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
     else:
         tokenizer.enable_truncation(max_tokens)
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        # For a model without a padding token (GPT-2), take the end-of-text token, which occurs inside no text.
+        # A model without a padding token (GPT-2) pads with its end-of-text token, which occurs inside no text.
         pads = (getattr(config, name, None) for name in ("pad_token_id", "eos_token_id"))
         if (pad := next((x for x in pads if isinstance(x, int)), None)) is None:
             raise ValueError(f"{folder / CONFIG} must have a pad_token_id, which pads short texts, got none: add it")

@@ -1,4 +1,4 @@
-"""The training loop of the command line and the lab: `fit` runs a `Trainer` on a task, and records validations."""
+"""The training loop of the command line and of `gbfunc.lab`: `fit` runs a `Trainer`, and validates in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OnLog = Callable[[int, Mapping[str, float]], None]
 """Called with the number of finished training steps, and metrics by name."""
 
 Report = Callable[[int, str, str | None], None]
-"""Called with the number of finished training steps, the latest metrics, and the result of a validation, or None."""
+"""Called with the number of finished steps, a text of the latest metrics, and a text of the validation (or None)."""
 
 
 class Trainer(NamedTuple):
@@ -44,7 +44,7 @@ class Trainer(NamedTuple):
     # Maps a state and a batch to the next state, the loss, and other metrics of the batch.
     step: Callable[[Any, Any], tuple[Any, Tensor, dict[str, Tensor]]]
     net: Callable[[Any], Net]  # returns the network of a state
-    train_step: TrainStep | None = None  # the training step of a genome; None for a dense network
+    train_step: TrainStep | None = None  # the step from `gb.make_train_step`; None for a dense network
 
 
 class Fit(NamedTuple):
@@ -63,9 +63,9 @@ class Position(NamedTuple):
     """The progress of a training. A checkpoint saves the progress in addition to the training's state."""
 
     steps: int  # number of finished training steps
-    order: Tensor  # state of the random generator (data order, noise) at the start of the current pass over the data
+    order: Tensor  # state of the generator of data order and noise, at the start of the current pass over the data
     sums: dict[str, float]  # sums of each training metric over the steps since the last row of the history
-    history: list[dict[str, float]]  # the rows up to now
+    history: list[dict[str, float]]  # the rows of `Fit.history` up to now
     seconds: float  # duration up to now
     step_seconds: float  # duration up to now, without validation
 
@@ -92,7 +92,7 @@ def genome_trainer(
     metadata: Any = None,
     **options: Any,
 ) -> Trainer:
-    """Make a trainer of a genome. With `rounding`, training uses numbers rounded as in a file of this dtype.
+    """Make a trainer of a genome. With `rounding`, the p-net is trained with the numbers that a file of this dtype has.
 
     `rounding="auto"` needs the size `genome_bytes` and the `metadata` of the file. On a mesh, each rank takes its share
     of every batch, and all ranks must take every step. `options`, such as `pipeline`, go to `make_train_step`.
@@ -166,9 +166,9 @@ def fit(
 ) -> Fit:
     """Train for the recipe's number of steps, with validations in between unless `validate` is False.
 
-    `seed` determines the order of examples. `checkpoints` has three methods. `resume(state)` returns the first state,
-    and its `Position` (None in a new training). `due(steps)` returns whether to save a checkpoint. `save(state,
-    steps, position, wait=False)` may raise an error to stop after a signal. Interruptions do not change the result.
+    `seed` determines the order of examples. `checkpoints` has three methods. `resume(state)` returns the state to start
+    from, and its `Position` (None in a new training). `due(steps)` returns whether to save a checkpoint. `save(state,
+    steps, position, wait=False)` may raise an error to stop after a signal. A resumed training has the same result.
 
     `on_log` gets the `train_` metrics of every `log_every`-th step and the `val_` metrics of each validation.
     `on_validation` gets the state and the history, whose last row has the results of the validation.
@@ -183,9 +183,9 @@ def fit(
     generator.set_state(order)
     batches = task.batches(task.train, recipe, generator, lambda: trainer.net(state))
     if taken:
-        # Draw the finished batches of the current pass again. Then the generator continues as without interruption.
+        # Draw the finished batches of the current pass again, so that the generator continues as if uninterrupted.
         deque(islice(batches, (taken - 1) % a_pass + 1), 0)
-    # Sum the metrics as tensors, because reading a number in each step would make a GPU wait.
+    # Sum the metrics as tensors, because reading their values in each step would make a GPU wait.
     sums = {name: torch.tensor(x, dtype=torch.float64) for name, x in at.sums.items()}
     reported = stretch = time.perf_counter()
     start = reported - at.seconds
@@ -194,7 +194,7 @@ def fit(
         totals = {name: float(x) for name, x in sums.items()}
         return Position(steps, order, totals, history, now - start, stepping + now - stretch)
 
-    # A checkpoint is saved before a validation at the same step. A resumed training makes this validation first.
+    # A checkpoint is saved before the validation of its step, so a resumed training starts with that validation.
     for steps in range(taken + (taken == done), total + 1):
         count = steps - done
         if steps > taken:
@@ -257,23 +257,23 @@ def _status(sums: dict[str, Tensor], count: int, speed: float) -> str:
 
 
 RATE = 0.03
-"""First learning rate of a fine-tuning, as a fraction of the recipe's peak. Higher rates change too many integers."""
+"""First learning rate when a quantized genome is fine-tuned, as a fraction of the recipe's peak learning rate."""
 
 
 def slowed(recipe: Recipe, steps: int) -> Recipe:
-    """Return a recipe for `steps` additional steps, in which learning rates fall from 3 % of the peak to 0."""
+    """Return a recipe for `steps` additional steps, in which learning rates fall linearly from 3 % of the peak to 0."""
     direct_lr = None if recipe.direct_lr is None else RATE * recipe.direct_lr
     return replace(recipe, steps=steps, lr=RATE * recipe.lr, direct_lr=direct_lr, schedule=linear_decay, warmup=0.0)
 
 
 def going_on(trainer: Trainer, state: GenomeLike) -> Trainer:
-    """Return a trainer that starts from a copy of a state's genome. Training steps then do not change the state."""
+    """Return a trainer that starts from a copy of a state's genome, because training steps change tensors in place."""
     genome: Any = tree_map(torch.clone, {name: getattr(state, name) for name in gb.Genome._fields})
     return trainer._replace(state=trainer.state._replace(**genome))
 
 
 def joined(first: Fit, second: Fit) -> Fit:
-    """Join the results of two consecutive trainings."""
+    """Join the results of two trainings, the second of which continues the first."""
     before = first.history[-1]
     shift = {name: before[name] for name in ("epoch", "step", "seconds")}
     rows = [row | {name: row[name] + value for name, value in shift.items()} for row in second.history]

@@ -1,4 +1,4 @@
-"""P-nets by name, for any task that they fit. A new family is one file and one entry in `PNETS`."""
+"""P-nets by name, for any task with matching inputs. A new kind of p-net is one file and one entry in `PNETS`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,14 +33,14 @@ PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
         "conv_actor_critic": conv_actor_critic,
     }
 )
-"""Factory `(interface, **options) -> PNet` of every family by its name."""
+"""{name: function `(interface, **options) -> PNet` that describes the p-net}"""
 
 
 def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNet:
     """Find the p-net called `name`: a key of `PNETS`, `hf:TYPE`, or `package.module:function`.
 
-    A user's function takes the options (and `interface`, if the function has such a parameter) and returns an
-    `nn.Module`, or a `PNet`, which also has options for the plan.
+    A user's function takes the options, and `interface` if it has such a parameter. It returns an `nn.Module`, or a
+    `PNet`, which can also set the options of the plan.
     """
     if name.startswith(PREFIX):
         return hugging_face(interface, name.removeprefix(PREFIX), **config)
@@ -48,12 +48,12 @@ def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNe
         factory = base.import_factory(name, "an nn.Module")
         options = base.options_for(name, factory, config, interface=interface)
         with base.seeded(0):
-            made: Any = factory(**options)
-        if isinstance(made, PNet):
-            # Files must name the user's function, even if the `PNet` has another name.
-            return replace(made, name=name, config=config)
-        if not isinstance(made, nn.Module):
-            raise ValueError(f"{name} must return an nn.Module or a PNet, got {type(made).__name__}")
+            pnet: Any = factory(**options)
+        if isinstance(pnet, PNet):
+            # Use the path of the user's function as the name, which a genome's file stores to build the p-net again.
+            return replace(pnet, name=name, config=config)
+        if not isinstance(pnet, nn.Module):
+            raise ValueError(f"{name} must return an nn.Module or a PNet, got {type(pnet).__name__}")
         return PNet(name=name, make=lambda: factory(**options), config=config)
     if name not in PNETS:
         raise ValueError(f"no p-net {name!r}: choose one of {', '.join(PNETS)}, hf:TYPE or package.module:function")

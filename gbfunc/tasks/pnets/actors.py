@@ -1,14 +1,14 @@
-"""Networks that act: a policy and a value per observation, for tasks of control.
+"""Policy and value networks for tasks of control.
 
-Observations [B, O] go in, the policy's numbers [B, P] (see `gbfunc.tasks.ppo.policy`) and values [B] come out. A
-network with an attribute `memory`, the number M of values that it carries from step to step, takes sequences instead:
+They map observations [B, O] to parameters of a policy [B, P] (`gbfunc.tasks.ppo.policy`) and values of states [B]. A
+recurrent network has an attribute `memory`, the number M of values in its memory, and maps sequences:
 
-    observations [B, T, O], starts of episodes [B, T], memory [B, M] -> numbers [B, T, P], values [B, T], memory [B, M]
+    observations [B, T, O], starts of episodes [B, T], memory [B, M] -> policy [B, T, P], values [B, T], memory [B, M]
 
 The network forgets its memory wherever an episode starts.
 
-Suffixes: B environments or examples, T steps, O numbers of an observation, P numbers that describe a policy, M numbers
-of a memory, H hidden units; C channels, h rows and w columns of an image.
+Suffixes: B environments or examples, T steps, O numbers of an observation, P parameters of a policy, M numbers of a
+memory, H hidden units; C channels, h rows and w columns of an image.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, f
 
 
 class Normalizer(nn.Module):
-    """Scales each observed number to mean 0 and deviation 1, and clips it to -10 to 10: [B, O] -> [B, O].
+    """Scales each observed number to mean 0 and variance 1, and clips it to -10 to 10: [B, O] -> [B, O].
 
-    The running mean and variance are buffers. In training mode, they are updated after a batch's outputs are computed.
+    The running mean and variance are buffers. In training mode, they are updated after a batch is normalised.
     """
 
     mean: Tensor
@@ -44,19 +44,19 @@ class Normalizer(nn.Module):
         if self.training:
             variance_O, mean_O = torch.var_mean(obs_BO.detach(), 0, correction=0)
             self.count = self.count + len(obs_BO)
-            part, moved_O = len(obs_BO) / self.count, mean_O - self.mean
-            self.variance = self.variance.lerp(variance_O, part) + part * (1 - part) * moved_O.square()
-            self.mean = self.mean + part * moved_O
+            fraction, moved_O = len(obs_BO) / self.count, mean_O - self.mean
+            self.variance = self.variance.lerp(variance_O, fraction) + fraction * (1 - fraction) * moved_O.square()
+            self.mean = self.mean + fraction * moved_O
         return near_BO
 
 
 class ActorCritic(nn.Module):
-    """Two tanh networks, `actor` and `critic`: observations [B, O] -> the policy's numbers [B, P] and values [B].
+    """Two tanh networks, `actor` and `critic`: observations [B, O] -> parameters of a policy [B, P], values [B].
 
     `sizes` are the actor's numbers of units, from the observation to the output. The critic has the same hidden layers
-    and one output. Initial weights are orthogonal. The gain is sqrt(2), but 0.01 for the actor's last layer and 1 for
-    the critic's. Initial biases are 0. With `vectors`, actions are vectors with a trained log deviation `log_std`. With
-    `normalize`, a `Normalizer` scales the observations.
+    and one output. Initial weights are orthogonal, with the gain sqrt(2), but 0.01 in the actor's last layer and 1 in
+    the critic's last layer. Initial biases are 0. With `vectors`, actions are normally distributed vectors; their log
+    standard deviation `log_std` is trained. With `normalize`, a `Normalizer` scales the observations.
     """
 
     def __init__(self, sizes: Sequence[int], vectors: bool = False, normalize: bool = False) -> None:
@@ -136,7 +136,7 @@ class RecurrentActorCritic(nn.Module):
 
 
 def recurrent_actor_critic(interface: Interface, *, hidden: int = 64) -> PNet:
-    """Describe a `RecurrentActorCritic` for a task of control whose observations are vectors without the full state."""
+    """Describe a `RecurrentActorCritic` for a control task whose observations (vectors) show only part of the state."""
     name, vectors = "recurrent_actor_critic", interface.actions == "vector"
     check_reads(name, interface, "observations", 1)
     make = partial(RecurrentActorCritic, interface.inputs[0], hidden, interface.outputs, vectors)
@@ -145,10 +145,10 @@ def recurrent_actor_critic(interface: Interface, *, hidden: int = 64) -> PNet:
 
 
 class ConvActorCritic(nn.Module):
-    """Convolutions, a wide linear layer, and heads: images [B, C, h, w] -> the policy's numbers [B, P] and values [B].
+    """Convolutions, a wide linear layer, and heads: images [B, C, h, w] -> policy [B, P], values [B].
 
-    For images of 36 x 36 pixels or more, there are three convolutions (Mnih et al., 2015), otherwise two of 3 x 3
-    pixels. The first one has `width` channels, and the others have 2 x `width`. Images of uint8 are divided by 255.
+    For images of 36 x 36 pixels or more, the net has the three convolutions of Mnih et al. (2015). For smaller images,
+    it has two of 3 x 3. The first has `width` channels, each other 2 x `width`. Images of uint8 are divided by 255.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, hidden: int, n_actions: int, vectors: bool) -> None:

@@ -1,4 +1,4 @@
-"""The base of the command line's p-nets: `PNet` builds a p-net, plans its genome, and scales its widths."""
+"""The base of the command line's p-nets: `PNet` builds a module, gives plan options, and scales the layers' widths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Interface(NamedTuple):
     tokens: bool = False  # whether inputs are tokens (integers), with a prediction for each position
     vocabulary: int = 0  # number of tokens, for a task of texts with classes; otherwise 0
     pad: int = 0  # token that pads short texts, for a task of texts with classes
-    actions: Literal["choice", "vector"] | None = None  # form of an action, for a task of control
+    actions: Literal["choice", "vector"] | None = None  # what an action is, for a task of control
 
     @property
     def reads(self) -> str:
@@ -53,7 +53,7 @@ class PlanOptions(NamedTuple):
     hypernet: Hypernet = periodic()  # type of the g-nets; `make_plan` chooses their size
     # {name of a parameter: (encoding of its rows, encoding of its columns)}
     encodings: Mapping[str, tuple[Encoding | None, Encoding | None]] = MappingProxyType({})
-    rules: tuple[tuple[str, Hypernet | None], ...] = ()  # (pattern of parameters, their type of g-nets), ...
+    rules: tuple[tuple[str, Hypernet | None], ...] = ()  # (regular expression of names, type of g-nets), ...
     include: tuple[str, ...] = ()  # patterns of parameters to generate in addition to the default ones
     exclude: tuple[str, ...] = ()  # patterns of parameters to keep direct
     max_tile: MaxTile = None  # largest size of a tile
@@ -62,7 +62,7 @@ class PlanOptions(NamedTuple):
     modules_to_save: tuple[str, ...] = ()  # new modules, which the pretrained network does not have
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
-        """Replace the type of the g-nets, also in rules that name the replaced type and set no size of g-nets."""
+        """Change the type of the g-nets, also in rules for the old type, except rules that set the size of g-nets."""
         tuned = {rule for _, rule in self.rules if rule and rule.type == self.hypernet.type and rule.size is None}
         rules = tuple((pattern, hypernet if rule in tuned else rule) for pattern, rule in self.rules)
         return self._replace(hypernet=hypernet, rules=rules)
@@ -76,12 +76,12 @@ BLOCKS = PlanOptions(hypernet=periodic(share="layers"))
 class PNet:
     """A p-net with the options of its plan and a function that scales its widths."""
 
-    name: str  # name of the family on the command line
+    name: str  # value of the option --pnet
     make: Callable[[], nn.Module]  # builds the module, with initial weights from torch's default generator
     # Returns options of `make_plan` for a number of genome parameters.
     plan: Callable[[float], PlanOptions] = lambda genome_params: PlanOptions()
-    config: Mapping[str, Any] = field(default_factory=dict)  # options of the family; JSON can store the values
-    scaled: Callable[[float], PNet] | None = None  # multiplies the widths by a factor; None if widths are fixed
+    config: Mapping[str, Any] = field(default_factory=dict)  # values of --pnet-config, which JSON can store
+    scaled: Callable[[float], PNet] | None = None  # maps a factor of all widths to a new p-net; None: fixed widths
 
     def build(self, seed: int) -> nn.Module:
         """Make the module with the initial weights of a seed; torch's default generator is unchanged."""
@@ -101,8 +101,8 @@ def family(
 ) -> PNet:
     """Describe a p-net with scalable widths.
 
-    `factory(interface, **config)` makes the same p-net. `widths` has the options that are scaled. Each option is an int
-    or a list of ints. Scaled widths are multiples of `multiple`.
+    A call `factory(interface, **config)` must return this p-net. `widths` has the entries of `config` to scale: ints or
+    lists of ints. Scaled widths are rounded to multiples of `multiple`, such as the number of attention heads.
     """
 
     def scaled(factor: float) -> PNet:
@@ -125,7 +125,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class AtMost(TorchDispatchMode):
-    """A context that raises ValueError as soon as all new tensors together would have more than `numbers` entries."""
+    """A context that limits memory: raises ValueError before all new tensors together exceed `numbers` entries."""
 
     def __init__(self, numbers: int) -> None:
         super().__init__()
@@ -137,14 +137,14 @@ class AtMost(TorchDispatchMode):
             sizes.append(torch.broadcast_shapes(*(x.shape for x in args if isinstance(x, torch.Tensor))))
         if max(map(math.prod, sizes), default=0) > self.left:
             raise ValueError(f"expected a network with tensors of at most {self.numbers:,} numbers, got more")
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and not any(made is x for x in args):
-            self.left -= made.numel()
-        return made
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not any(out is x for x in args):
+            self.left -= out.numel()
+        return out
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:
-    """Raise `ValueError` unless inputs are `kind` with `ndim` dimensions, and images have `least` rows or more."""
+    """Raise `ValueError` unless inputs are `kind` with `ndim` dimensions, of at least `least` rows and columns."""
     if (reads := interface.reads) != kind:
         raise ValueError(f"the p-net {pnet} reads {kind}, the task has {reads}: take {_TAKE[reads]}")
     if len(interface.inputs) != (ndim or len(interface.inputs)) or min(interface.inputs[1:], default=least) < least:
@@ -179,9 +179,9 @@ def narrowed(pnet: PNet, params: int) -> PNet:
             return n_params(scaled(factor).make())
 
     most = next(2.0**i for i in count() if size(2.0**i) >= params)
-    # Search the factors `part * most / parts`. The steps are small enough to reach every width up to millions.
-    part = bisect_left(range(parts := 1 << 22), params, key=lambda part: size(most * part / parts))
-    return scaled(most * part / parts)
+    # Try factors in steps of most / 2**22, which are small enough for every width up to millions.
+    step = most / (1 << 22)
+    return scaled(step * bisect_left(range(1 << 22), params, key=lambda n: size(step * n)))
 
 
 def n_params(module: nn.Module) -> int:
@@ -195,7 +195,7 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import `package.module:name`, also from the working folder. In errors, `returns` describes the result."""
+    """Import `package.module:name`, also from the working folder. Errors say that it must return `returns`."""
     # Search the working folder too, which Python leaves out when it runs the script `gbfunc`.
     sys.path.insert(0, folder := os.getcwd())
     try:
@@ -213,14 +213,14 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
     return factory
 
 
-def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """Return `config` and the entries of `given` that are parameters of a factory; ValueError for wrong options."""
+def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **available: Any) -> dict[str, Any]:
+    """Return `config` and those `available` arguments that a factory accepts; ValueError for wrong options."""
     signature = inspect.signature(factory)
-    known = [name for name in signature.parameters if name not in given]
+    known = [name for name in signature.parameters if name not in available]
     unknown = [name for name in config if name not in known]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         raise ValueError(f"{what} has no option {', '.join(unknown)}: its options are {', '.join(known) or 'none'}")
-    arguments = {**{name: value for name, value in given.items() if name in signature.parameters}, **config}
+    arguments = {**{name: value for name, value in available.items() if name in signature.parameters}, **config}
     try:
         signature.bind(**arguments)
     except TypeError as error:

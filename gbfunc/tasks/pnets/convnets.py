@@ -46,12 +46,12 @@ def _kaiming(layer: nn.Module) -> None:
 
 
 class LeNet5(nn.Sequential):
-    """LeNet-5 in Caffe's version, which papers on compression use (after LeCun et al., 1998).
+    """LeNet-5 in the version of Caffe, which papers on compression use (after LeCun et al., 1998).
 
     Two convolutions of 5 x 5 with max pooling, and two linear layers with ReLU between them. The second convolution has
     `width` channels. On MNIST, the default has 20 and 50 channels, 500 hidden units and 431,080 parameters. The last
-    layer's initial weights are a tenth of torch's. Otherwise, the first epochs would learn less: a genome's initial
-    weights and the images are both smooth, and products of weights and pixels would add up to logits of about 5.
+    layer's initial weights are a tenth of torch's. Generated weights are as smooth as images, so that their products
+    add up: with torch's weights, initial logits would be about 5, and the first epochs would learn less.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, classes: int) -> None:
@@ -86,7 +86,7 @@ class Residual(nn.Module):
     """Two convolutions and a shortcut: [B, C, h, w] -> [B, out, h / stride, w / stride].
 
     If the shapes differ, the shortcut is a 1 x 1 convolution. With `padded`, the shortcut has no parameters: it takes
-    every `stride`-th pixel, and the new channels are 0.
+    every `stride`-th pixel, and sets the additional channels to 0.
     """
 
     def __init__(self, channels: int, out: int, stride: int, padded: bool) -> None:
@@ -110,8 +110,8 @@ def _normed(channels: int, out: int, kernel: int, stride: int = 1) -> tuple[nn.M
 class ResNet(nn.Module):
     """A residual network for small images, whose first convolution is 3 x 3 (He et al., 2015, sections 4.1 and 4.2).
 
-    The first stage has `width` channels. Each next stage has twice the channels and half the rows and columns of the
-    stage before. A stage has `blocks` blocks of two convolutions. With `padded`, shortcuts have no parameters (option A
+    The first stage has `width` channels. Each further stage doubles the channels and halves the rows and columns. A
+    stage has `blocks` blocks of two convolutions. With `padded`, shortcuts have no parameters (option A
     of section 4.2), and initial weights are as in section 4.2.
     """
 
@@ -131,7 +131,7 @@ class ResNet(nn.Module):
 
 
 def _normed_plan(norms: str) -> PlanOptions:
-    # Fix the norms' scales at 1: the next layers can learn the scales, and the genome has room for more sines.
+    # Fix the norms' scales at 1: weights of the next layers can express them, and the genome has room for sines.
     return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=((norms, constant(1.0)),))
 
 
@@ -145,7 +145,7 @@ def all_conv(interface: Interface, *, width: int = 96) -> PNet:
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     """Describe a `LeNet5` for an image task, with `width` channels in the second convolution."""
-    # Fix the convolutions' biases at 0: the hidden layer has biases, and the genome has room for more sines.
+    # Fix the convolutions' biases at 0: the hidden layer has biases, and saved parameters become sines of g-nets.
     rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
     return _of_maps("lenet5", lenet5, interface, LeNet5, width, "5.weight", rules)
 
@@ -159,7 +159,7 @@ def convnet(interface: Interface, *, width: int = 32) -> PNet:
 def _of_maps(
     name: str, factory: Callable[..., PNet], interface: Interface, make: Any, width: int, weight: str, rules: Any
 ) -> PNet:
-    """Describe a net. Inputs of `weight` have codes for channel and pixel of the second convolution's output."""
+    """Describe a net. The code of an input of the linear layer `weight` is the channel and the pixel of that input."""
     check_reads(name, interface, "images", 3, 16)
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
@@ -171,8 +171,8 @@ def _of_maps(
 def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNet:
     """Describe a `ResNet` for small images: ResNet-18 at depth 18, otherwise 6 n + 2 layers in three stages.
 
-    The first stage has `width` channels. The default is 64 at depth 18, and otherwise 16: then the net of depth 20 has
-    269,722 parameters, and the net of depth 56 has 853,018.
+    The first stage has `width` channels. The default is 64 at depth 18, and otherwise 16. On CIFAR-10, ResNet-20
+    then has 269,722 parameters, and ResNet-56 has 853,018.
     """
     check_reads(f"resnet{depth}", interface, "images", 3, 4)
     form = {"stages": 4, "blocks": 2, "padded": False} if depth == 18 else {"blocks": (depth - 2) // 6}

@@ -15,12 +15,12 @@ from gbfunc.hypernets import constant, periodic
 from gbfunc.tasks.pnets import base
 from gbfunc.tasks.pnets.base import BLOCKS, Interface, PlanOptions, PNet
 
-_STD = 0.02  # initial deviation of weights (GPT-2)
-_PLAIN_NORMS = 30_000  # genomes with fewer parameters fix the scales of norms at 1, and the shifts at 0
+_STD = 0.02  # initial standard deviation of weights (GPT-2)
+_PLAIN_NORMS = 30_000  # with fewer genome parameters, the weights of norms are fixed at 1, and the biases at 0
 
 
 class Block(nn.Module):
-    """A block of a GPT: causal self-attention and an MLP. The input of both is the normalised residual stream."""
+    """A block of a GPT: causal self-attention, then an MLP, both with a layer norm in front and a residual path."""
 
     def __init__(self, width: int, heads: int, hidden: int, bias: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # Each block adds two outputs to the residual stream. Draw small weights for a variance near 1 (GPT-2).
+                # Blocks add 2 * layers outputs to the residual stream. Smaller weights keep the sum's variance (GPT-2).
                 deep = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=_STD / math.sqrt(2 * layers) if deep else _STD)
 
@@ -76,9 +76,9 @@ def gpt(
     hidden: int | None = None,
     bias: bool = False,
 ) -> PNet:
-    """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU, where `hidden` is 4 x `width`."""
+    """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU; None makes `hidden` 4 x `width`."""
     base.check_reads("gpt", interface, "text", 1)
-    # Keep a `hidden` of None in the configuration, so that `hidden` follows later changes of `width`.
+    # Keep None as `hidden` in the configuration, so that `hidden` changes with `width`.
     config = dict(layers=layers, width=width, heads=heads, hidden=hidden, bias=bias)
     hidden = 4 * width if hidden is None else hidden
     base.check_heads("gpt", width, heads)
@@ -88,8 +88,8 @@ def gpt(
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
-    """Return plan options for a `GPT`. All blocks share code weights, and the embedding of positions is generated."""
-    # In small genomes, fix the norms: the next layers can learn the scales, and the genome has room for more sines.
+    """Return plan options for a `GPT`. All blocks share code weights. Position embeddings are generated, too."""
+    # In small genomes, fix the norms: next layers can express their scales, and saved parameters become sines.
     positions = (r"^positions\.weight$", periodic(min(*interface.inputs, width), frequency=2.5))
     plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))
     rules = (positions, *(plain if genome_params < _PLAIN_NORMS else ()))

