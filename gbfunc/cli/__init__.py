@@ -21,12 +21,12 @@ __all__ = ["main"]
 
 
 class Stopped(BaseException):
-    """An exception (signal number, message) that ends the command. `except Exception` does not catch this class."""
+    """Ends the command after a signal: (number, message). A BaseException, so that `except Exception` lets it pass."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None], *signums: int) -> Iterator[None]:
-    """Call `handler` when a signal arrives in this context. Does nothing outside the main thread."""
+    """Return a context in which `handler` handles the signals `signums`; outside the main thread, change nothing."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {signum: signal.signal(signum, handler) for signum in signums if is_main}
     try:
@@ -51,20 +51,20 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of the arguments `argv` (by default `sys.argv[1:]`), and return the exit code.
+    """Run the command that the arguments `argv` name (default: `sys.argv[1:]`), and return the exit code.
 
-    An error that the user can correct is printed to standard error in one line, and the exit code is 2. If the signal N
-    ended the command, the exit code is 128 + N. `--help` and `--version` raise SystemExit.
+    An error that the user can correct is printed in one line on standard error, and the exit code is 2. After the
+    signal number N, the exit code is 128 + N. `--help` and `--version` raise SystemExit.
     """
     heard = {signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) != signal.SIG_IGN}
     try:
-        # Until all imports are done, end the process on a signal: an exception could leave a library half imported.
+        # During imports, a signal ends the process at once: an exception could leave a library half imported.
         with handling(_end, *heard):
             from gbfunc.cli.parser import parse
 
             command = parse(sys.argv[1:] if argv is None else argv)
             command.load()
-        # From here on, raise exceptions on signals, so that context managers close files and processes.
+        # Then signals raise exceptions, so that context managers close files and processes.
         with handling(_stop, signal.SIGTERM), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"gbfunc: warning: {message}", file=sys.stderr)
             command.run()
@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gbfunc: {words}", file=sys.stderr)
         return 128 + signum
     except BrokenPipeError:
-        # The reader of the pipe (such as `| head`) has ended. Discard buffered output, which would raise at exit.
+        # The program after the pipe (such as `| head`) has ended. Discard buffered output, which would raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError) as error:
-        # torch raises RuntimeError if the memory is full. A RuntimeError with another reason is a bug.
+        # torch raises RuntimeError if the memory is full. Any other RuntimeError is a bug: show its traceback.
         if isinstance(error, RuntimeError) and not re.search("out of memory|can't allocate memory", str(error)):
             raise
         words = str(error)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _place(error: BaseException | None) -> str:
-    """Return the place in the user's code that raised the error, such as ` (file.py:12, in forward)`, or ""."""
+    """Return where the user's own code raised the error: ` (file.py:12, in forward)`; "" if gbfunc raised it."""
     ours, standard = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
     while error is not None:
         for frame, line in reversed([*walk_tb(error.__traceback__)]):

@@ -1,4 +1,4 @@
-"""Saves checkpoints of a training, also when a signal stops the training. Resumes a training from a checkpoint."""
+"""Saves checkpoints during a training and when a signal stops the training; resumes a training from a checkpoint."""
 
 import hashlib
 import signal
@@ -25,14 +25,14 @@ FOLDER = "checkpoints"
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one training, with the methods that the training loop calls (`gbfunc.tasks.training.fit`)."""
+    """The checkpoints of one training, with the three methods that `gbfunc.tasks.training.fit` calls."""
 
     train_step: TrainStep
     steps: int  # Total number of training steps
     settings: JSON  # Settings that must not change when a training is resumed
     source: Path | None  # File or folder to resume from; None starts a new training
     output: CheckpointOptions
-    unit: int  # The training can be resumed after multiples of this number of steps
+    unit: int  # Checkpoints are possible only after multiples of this number of steps
     writer: gb.Checkpointer | None = None  # Writes checkpoints; None saves nothing
     signals: list[int] = field(default_factory=list)  # Signals received so far
 
@@ -75,13 +75,13 @@ class Checkpoints:
             raise ValueError(f"it was trained with other settings: {differing}; give the same settings")
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        # After Ctrl-C, the terminal sends SIGINT, then torchrun SIGTERM. So only a second SIGINT stops without saving.
+        # Ctrl-C under torchrun causes SIGINT and then SIGTERM. Therefore only a second SIGINT stops without saving.
         if signum == signal.SIGINT and signum in self.signals:
             raise KeyboardInterrupt
         self.signals.append(signum)
 
     def due(self, steps: int) -> bool:
-        """Return True if a checkpoint is due. All ranks must call this after every step; all get the same result."""
+        """Return whether to save a checkpoint now. All ranks must call after every step, and get the same answer."""
         if self.writer is None or steps % self.unit:
             return False
         assert self.output.checkpoint_every is not None
@@ -89,8 +89,8 @@ class Checkpoints:
         if mesh.world > 1:
             if not saves and steps % 10:
                 return False
-            # Some ranks may receive a signal later or never, but all must stop together. If any rank has received a
-            # signal, the other ranks stop as if they had received SIGTERM.
+            # All ranks must stop together, but a signal may reach some ranks later or never. If any rank has received
+            # a signal, the other ranks stop as if they had received SIGTERM.
             signum = torch.tensor(next(iter(self.signals), 0), device=mesh.device)
             if int(sum_ranks(mesh, signum)) and not self.signals:
                 self.signals.append(signal.SIGTERM)
@@ -103,7 +103,7 @@ class Checkpoints:
         try:
             self.writer.save(state, {"settings": self.settings, "position": saved})
         except OSError as error:
-            # The previous checkpoint could not be written. The disk may have space for this checkpoint, so go on.
+            # The error belongs to the previous checkpoint. There may be space on the disk by now, so go on.
             tell(f"warning: {error}")
         signum, path = next(iter(self.signals), None), None
         try:
@@ -121,7 +121,7 @@ class Checkpoints:
 def checkpoints(
     options: RunOptions, settings: JSON, steps: int, unit: int, train_step: TrainStep
 ) -> Iterator[Checkpoints | None]:
-    """Open the checkpoints of a training. In this context, SIGINT and SIGTERM stop it after a checkpoint is saved."""
+    """Open the checkpoints of a training. In this context, SIGINT and SIGTERM save a checkpoint, then stop."""
     output = options.output
     if not isinstance(output, CheckpointOptions) or (output.checkpoint_every, output.resume) == (None, None):
         yield None
@@ -137,7 +137,7 @@ def checkpoints(
         source /= FOLDER
     if source is None and any(folder.glob("step-*")):
         raise ValueError(f"{folder} has checkpoints: resume with --resume auto, or choose another --out")
-    # Settings to compare. `load_checkpoint` also compares the plan, the schedule and the optimizer.
+    # A resumed training must have the same settings. `load_checkpoint` compares plan, schedule and optimizer.
     same = {x: settings.get(x) for x in ("task", "task_config", "env", "seed", "batch_size", "measure_every", "amp")}
     teacher = getattr(options, "teacher", TeacherOptions())
     if teacher.teacher is not None:

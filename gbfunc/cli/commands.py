@@ -1,4 +1,4 @@
-"""The commands and their options. Options are parsed before torch is imported, so no module used here may import torch.
+"""The commands and their options. Options are parsed before torch is imported, so this module must not import torch.
 
 A command `name` is a dataclass `Name` in `COMMANDS`, and a function `run_name(command)` in another module.
 """
@@ -26,21 +26,21 @@ SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 """Default budgets of `gbfunc compare`: the file sizes of periodic genomes with these numbers of parameters."""
 
 _FILES = {"demo": "train", "train": "train", "federated": "federated", "plan": "job", "bench": "lab", "compare": "lab"}
-"""{command: module with the function of the command}. The module `genomes` has the functions of all other commands."""
+"""{command: module in `gbfunc.cli` with its function}. The module of all other commands is `genomes`."""
 
 
 class Command:
-    """Base class of all commands. The fields of a subclass are the command's options."""
+    """Base class of all commands. The fields of a subclass are the options of the command."""
 
     def load(self) -> Callable[[Any], None]:
         """Check the names of task and data, then import the command's function and torch.
 
-        Before the import, idle OpenMP threads are told to wait passively. On a busy machine, spinning threads would
+        Before the import, set OpenMP's policy for idle threads to passive. On a busy machine, active threads would
         make the steps of a small p-net five to ten times slower.
         """
         values = options.values_of(self)
         task, data_dir = values.get("task", ""), values.get("data_dir")
-        # Check before torch is imported, which takes seconds. A user's task may create the folder: do not check it.
+        # Check before the import of torch, which takes seconds. A user's task may create its folder: do not check it.
         if task not in ("", *options.TASKS) and ":" not in task:
             raise ValueError(f"no task {task!r}: choose one of {', '.join(options.TASKS)}, or package.module:function")
         if data_dir is not None and ":" not in task and not data_dir.exists():
@@ -61,7 +61,7 @@ class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
 
     # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
     task: Annotated[str, shows("NAME", "the task of the genome")] = ""
-    # Genome of gbfunc train, or a page or QR code of gbfunc export.
+    # Genome file of gbfunc train, or a web page or QR code of gbfunc export.
     genome: Annotated[Path, arg(metavar="FILE")]
 
     def run(self) -> None:
@@ -77,7 +77,7 @@ class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Command, options.RunOptions):
-    """Train a genome on a task, and measure the network. torchrun trains on many ranks."""
+    """Train a genome on a task, and measure the generated network."""
 
     # Train the p-net's weights instead of a genome: the dense baseline.
     dense: bool = False
@@ -89,17 +89,17 @@ class Train(Command, options.RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Command, options.RunOptions):
-    """Train a genome and two dense networks on images of digits, and compare them."""
+    """Compare a genome with two dense networks on images of digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(GenomeCommand):
-    """Show the size of every part of a genome file, generate the network, and measure the network."""
+    """Show what a genome file contains, and measure its network."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predict(GenomeCommand):
-    """Classify images (also .npy and .npz) and texts (.txt, an input per line)."""
+    """Classify pictures, arrays (.npy, .npz) or texts (.txt, by lines)."""
 
     # Files to classify. Pictures have pixels from 0 to 255; transparent pixels count as white. Arrays have the range of
     # the task's data (for digits from 0 to 16).
@@ -110,13 +110,13 @@ class Predict(GenomeCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(GenomeCommand):
-    """Write text with the language model of a genome file, or answer with its chat model."""
+    """Write text with the language or chat model of a genome file."""
 
     # Text that the model continues or answers.
     prompt: Annotated[str, shows("TEXT", "a new line")] = "\n"
-    # Number of tokens to write. A token is a character, or an entry of the task's vocabulary.
+    # Number of tokens to write. A token is a character, or a piece of a word in the task's vocabulary.
     tokens: int = 300
-    # Temperature of sampling; 0 always takes the most likely token.
+    # Temperature of sampling. Below 1, likely tokens become likelier; 0 always takes the likeliest token.
     temperature: float = 0.8
     # Seed of sampling.
     seed: Annotated[int, SEED] = 0
@@ -124,35 +124,35 @@ class Sample(GenomeCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(GenomeCommand):
-    """Write a network for other programs, as a web page, or as a QR code."""
+    """Write a network for other programs, a web page, or a QR code."""
 
-    # File to write; an existing file is replaced. The page of a text task gets the characters from --data-dir.
+    # File to write or replace. For the page of a text task, pass --data-dir, which contains the characters.
     out: Annotated[Path, arg(metavar="FILE")]
-    # Write a QR code with the genome (at most about 2,200 bytes). The code opens the exported page at this address.
+    # Write a QR code: the address of an exported page, and the genome for it (at most about 2,200 bytes).
     qr: Annotated[str | None, shows("PAGE")] = None
     # Format: ONNX, torch.export, AOTInductor, IREE or dense weights.
     to: Annotated[FormatName | None, shows(FormatName, "by the suffix: .onnx, .pt2, .vmfb, .safetensors")] = None
-    # genome: the file generates the weights when it runs. dense: the file contains the weights.
+    # genome: the exported program generates the weights when it runs. dense: the file contains the weights.
     weights: Annotated[WeightsName | None, shows(WeightsName, "genome; dense for safetensors, and adapters")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Command, options.ConfigOption):
-    """Show the tensors that a genome would generate, the genome's size, and layouts of ranks."""
+    """Show the size of a genome and the tensors that it generates."""
 
     data: options.PNetOptions = options.PNetOptions()
     genome: options.GenomeOptions = options.GenomeOptions()
     output: options.StoredOptions = options.StoredOptions()
 
-    # Number of ranks. Shows the memory, bytes sent and seconds per step of every layout, the fastest first.
+    # Number of ranks (processes). Also shows memory, bytes sent and seconds per step for every layout of the ranks.
     ranks: Annotated[int | None, shows("INT"), COUNT] = None
     # Memory of a rank, such as 16GB or 80GiB. Needs --ranks.
     memory: Annotated[str | None, shows("SIZE", "the memory in --device")] = None
     # Bandwidth between ranks, such as 100Gbit or 12.5GB. Needs --ranks.
     link: Annotated[str | None, shows("RATE", "the bandwidth in --device")] = None
-    # File with the speed of a rank: the JSON that gbfunc bench --calibrate prints. Needs --ranks.
+    # File with the speed of a rank, as printed (JSON) by gbfunc bench --calibrate. Needs --ranks.
     device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
-    # Number of examples per step, summed over ranks. Needs --ranks.
+    # Number of examples per step, summed over all ranks. Needs --ranks.
     batch_size: Annotated[int | None, shows("INT", recipe="batch_size"), COUNT] = None
     # Number of microbatches per step. Needs --ranks.
     microbatches: Annotated[int | None, shows("INT", "the fastest"), COUNT] = None
@@ -164,7 +164,7 @@ class Plan(Command, options.ConfigOption):
 class Compare(Command, options.DataOptions):
     """Compare genomes and other small networks at equal numbers of bytes."""
 
-    # Numbers of parameters. A budget is the file size of a periodic genome of this size.
+    # Numbers of parameters. The file of a periodic genome of such a size is the budget in bytes for every method.
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     # Budgets in bytes, instead of --sizes. For a pretrained p-net, the default is 1500 to 186000.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
@@ -174,13 +174,13 @@ class Compare(Command, options.DataOptions):
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Number of seeds (0, 1, ...) per method and budget.
     seeds: Annotated[int, COUNT] = 3
-    # Number of passes over the training examples, for every method. The search for settings also has shorter trainings.
+    # Number of passes over the training examples, for every method. The search for settings also tries fewer passes.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
-    # dtype of the numbers in files, for methods that do not set a dtype.
+    # dtype of the numbers in files, except for methods with a dtype of their own (such as periodic_int7).
     dtype: Literal["float32", "float16"] = "float32"
-    # Train every network under autocast.
+    # Train every network under autocast to this dtype.
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
-    # Test only that everything runs: one epoch, one seed, and two candidates of settings.
+    # Test only that everything runs: one epoch, one seed, and a choice of two settings per method.
     quick: Flag = False
     # Number of CPU threads.
     threads: Threads = None
@@ -190,13 +190,13 @@ class Compare(Command, options.DataOptions):
 
 @dataclass(frozen=True)
 class Bench(Command):
-    """Measure the time and memory of training steps and of generation, compared with dense p-nets."""
+    """Measure time and memory of steps with genomes and dense p-nets."""
 
-    # Run fewer and smaller cases, in under a minute.
+    # Run fewer and smaller cases, which take less than a minute.
     quick: Flag = False
     # Cases: demo, small_mlp, mlp_2048, mlp_4096, generation, gpt, resnet18, remat.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    # Number of runs per case. Times and ratios are medians over the runs. The table also has the range of the ratios.
+    # Number of runs per case. The table shows medians over the runs, and the range of the ratios to the dense p-net.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
     # Device: cpu, or cuda, which also measures steps as CUDA graphs.
     device: str = "cpu"
@@ -210,7 +210,7 @@ class Bench(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Federated(Command, options.ConfigOption):
-    """Simulate federated learning of a genome with Flower: the clients and the server."""
+    """Simulate federated learning of a genome with Flower."""
 
     data: options.PNetOptions = options.PNetOptions()
     genome: options.GenomeOptions = options.GenomeOptions()
@@ -219,7 +219,7 @@ class Federated(Command, options.ConfigOption):
     clients: Annotated[int, COUNT] = 100
     # Number of clients that train in a round, drawn at random.
     sample: Annotated[int, COUNT] = 10
-    # Concentration of the Dirichlet distribution that divides each class among clients, such as 0.1; inf: equal parts.
+    # Dirichlet concentration by which each class is divided among clients. 0.1: few classes per client; inf: equally.
     alpha: float = float("inf")
     # Total number of rounds.
     rounds: Annotated[int, COUNT] = 200
@@ -231,14 +231,14 @@ class Federated(Command, options.ConfigOption):
     lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1"), POSITIVE] = None
     # Schedule of the learning rate over the rounds.
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
-    # Class of torch.optim for the clients. The optimizer's state is reset in each round.
+    # Optimizer of the clients, a class of torch.optim. Its state is reset in each round.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
     # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, ... If clients may
     # be hostile, choose FedMedian, FedTrimmedAvg, Krum, MultiKrum or Bulyan.
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     # Options of the strategy, such as '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}' for FedAdam.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
-    # dtype of a client's update. topK sends the K largest numbers. A client adds the error to its next update.
+    # dtype of a client's update; top100: only the 100 largest numbers. Rounding errors are added to the next update.
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
     # dtype of the genome that the server sends.
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
@@ -246,7 +246,7 @@ class Federated(Command, options.ConfigOption):
     dense: Flag = False
     # Rounds between two validations.
     measure_every: Annotated[int, arg(metavar="ROUNDS"), COUNT] = 10
-    # Folder for metrics.json, history.csv, genome.safetensors and server.safetensors (the server after each round).
+    # Folder for metrics.json, history.csv, genome.safetensors, and the server's state server.safetensors.
     out: Annotated[Path | None, shows("DIR", "no files")] = None
     # Continue from OUT/server.safetensors. An interruption does not change the results.
     resume: Flag = False

@@ -1,4 +1,4 @@
-"""`gbfunc federated`: simulates clients with private examples that train one genome, in one process."""
+"""`gbfunc federated`: simulates, in one process, clients that train one genome on examples of their own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_federated(options: Federated) -> None:
         if options.out is not None:
             write_metrics(folder / "metrics.json", metrics)
     print_metrics(metrics, task)
-    up, down = (metrics[f"bytes_{way}_per_client_and_round"] for way in ("up", "down"))
+    up, down = (metrics[f"bytes_{direction}_per_client_and_round"] for direction in ("up", "down"))
     print(f"{metrics['rounds']} rounds; per client and round {up:,.0f} bytes up, {down:,.0f} down")
     print(f"in total {metrics['bytes_up']:,} bytes up, {metrics['bytes_down']:,} down")
     for name in ("left_out", "bounded"):
@@ -84,7 +84,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     from gbfunc import federated as fed
 
     task, seed = job.task, options.data.seed
-    # All seeds divide the examples among clients in the same way.
+    # The division of examples among clients is the same for all seeds.
     indices = [torch.from_numpy(i) for i in fed.partition(task.train.y, options.clients, options.alpha)]
 
     def examples(context: Any) -> Any:
@@ -98,7 +98,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     sizes = {"steps": options.local_steps, "batch_size": options.batch_size}
     app = fed.client_app(job.plan, job.pnet, task.loss, examples, **sizes, **learning)
     convolutions = any(t.kind in ("conv", "conv_transpose") for t in job.plan.generated)
-    # Use a lower rate for convolutions: at the rate for an MLP, genomes of LeNet-5 do not learn.
+    # Use a lower learning rate for convolutions: at the MLP's rate, genomes of LeNet-5 do not learn.
     lr = options.lr or (0.1 if options.dense else 1e-2 if convolutions else 2e-2)
     schedule = SCHEDULES[options.schedule](recipe, lr, options.rounds)
     genome, path = gb.init_genome(job.plan, job.pnet, seed), None if options.out is None else options.out / SERVER_FILE
@@ -118,7 +118,7 @@ def _strategy(options: Federated) -> Any:
     usual: dict[str, Any] = {"num_malicious_nodes": 1} if name in robust else {}
     usual |= {"num_nodes_to_select": max(1, options.sample - 1)} if name == "MultiKrum" else {}
     usual |= {"server_momentum": 0.5} if options.strategy is None and not options.dense else {}
-    # To train exactly `sample` nodes, set this number as Flower's minimum: 1e-9 of the nodes is rounded down to 0.
+    # Flower trains the maximum of a fraction, here 1e-9 (rounded to 0 nodes), and a minimum number, here `sample`.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
     config = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
     if many := [k for k, x in config.items() if k.startswith("min_") and isinstance(x, int) and x > options.clients]:

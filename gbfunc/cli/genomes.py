@@ -1,4 +1,4 @@
-"""Builds networks from genome files, for `gbfunc eval`, `predict`, `sample` and `export`. Reads teacher networks.
+"""The commands `eval`, `predict`, `sample` and `export`: networks from genome files. Also reads teacher networks.
 
 Suffixes: C channels, h rows and w columns of an image, K classes.
 """
@@ -62,7 +62,7 @@ def run_sample(options: Sample) -> None:
 def read_genome(
     path: Path, data: DataOptions, task: Task | None = None, *, bare: bool = False
 ) -> tuple[gb.Plan, Task, nn.Module]:
-    """Read a genome's plan, task and network. With `bare`, load no data if the file describes the inputs."""
+    """Read plan, task and network from a genome file. With `bare`, load no data if the file describes the inputs."""
     said = said_by(path)
     plan, genome = gb.load(path)
     if task is None:
@@ -75,7 +75,7 @@ def read_genome(
             if None not in (in_file, in_data) and in_file != in_data:
                 words = words.format(in_file, in_data)
                 raise ValueError(f"{path} has {words}: --data-dir must name data with the same ones")
-    # If the base is not pretrained, the seed sets its weights. The memory limit allows a parameter several copies.
+    # The seed makes the weights of a base that is not pretrained. The limit protects the memory from a malicious file.
     with AtMost(32 * (plan.pnet_params + plan.buffer_bytes) + (1 << 26)):
         net = task.build(getattr(data, "seed", 0))
     return plan, task, _network(path, plan, genome, net)
@@ -90,7 +90,7 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any], descri
     if not (options.task or said.get("task") or described):
         cure = f"pass --task NAME --pnet {said.get('pnet', 'NAME')}, or write them by gb.save(..., metadata=...)"
         raise ValueError(f"{path} does not say its task: {cure}, as the guide 'Files and exports' shows")
-    # If the user chose another task than the file's task, ignore the file's options.
+    # If the user chose a task other than that of the file, ignore the options in the file.
     said = said if options.task in ("", said.get("task", options.task)) else {}
     taken: JSON = {}
     code: list[str] = []
@@ -99,7 +99,7 @@ def _described(path: Path, options: DataOptions, said: Mapping[str, Any], descri
             continue
         value: Any = said[name]
         taken[name] = value if isinstance(value, str) else json.dumps(value)
-        # A file must not run code, so refuse names of functions, and names of environments that would import a module.
+        # A file must not run code: refuse names of functions, and of environments that import a module (module:name).
         word = str(value).removeprefix(PREFIX) if name == "pnet" else value
         if isinstance(word, str) and (is_import_path(word) or (name == "env" and ":" in word)):
             code.append(f"--{name} {value}")
@@ -187,7 +187,7 @@ def read_teacher(path: Path, task: Task, options: PNetOptions) -> nn.Module:
                 raise ValueError(f"expected weights of all parameters, got none for {sorted(missing)}")
         elif pickled:
             weights: Any = torch.load(file, map_location="cpu", weights_only=True)
-            # A checkpoint of a training often has the weights under one of these keys.
+            # Checkpoints of other programs often store the weights under one of these keys.
             for key in ("state_dict", "model_state_dict", "model"):
                 if isinstance(weights, Mapping) and isinstance(weights.get(key), Mapping):
                     weights = weights[key]
@@ -212,7 +212,7 @@ def run_predict(options: Predict) -> None:
     if not options.inputs:
         raise ValueError("predict needs files to classify, got none: name images or texts")
     said = said_by(options.genome)
-    # Load data only if the file does not describe the inputs, or if the tokenizer was learned from the data.
+    # Data are needed only if the file does not describe the inputs, or if the tokenizer was learned from the data.
     _, task, net = read_genome(options.genome, options, bare=True)
     if task.interface.tokens or task.interface.actions:
         raise ValueError(f"predict needs a task with classes, got {task.name}: use sample for a language model")
@@ -289,7 +289,7 @@ def run_export(options: Export) -> None:
     if out.suffix.lower() in (".png", ".svg"):
         raise ValueError(f"{out} is a QR code, which opens a page: pass the page's address as --qr PAGE")
     plan, task, net = read_genome(options.genome, options, bare=True)
-    # Draw inputs to trace the program, and to compare the program's outputs with the p-net's outputs.
+    # Random inputs are enough to trace the program, and to compare its outputs with those of the p-net.
     shape, generator = (4, *task.interface.inputs), torch.Generator().manual_seed(0)
     if vocabulary := task.interface.vocabulary or task.interface.tokens * task.interface.outputs:
         x = torch.randint(vocabulary, shape, generator=generator)
@@ -297,7 +297,7 @@ def run_export(options: Export) -> None:
         x = torch.randn(shape, generator=generator)
     with open_folder(out.parent):
         if plan.base is not None and options.weights != "genome":
-            # Export the network alone: its weights already include the changes by the genome.
+            # Export the network alone: its weights already include the adapter's changes.
             result = export_module(out, net, x, options.to)
         else:
             result = gb.export(out, plan, gb.load(options.genome)[1], net, x, options.weights, options.to)

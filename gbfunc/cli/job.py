@@ -1,4 +1,4 @@
-"""Builds data, p-net, plan and recipe from options; `gbfunc plan` shows a plan."""
+"""Makes task, recipe, p-net and plan from the options of a command. `run_plan` is the command `gbfunc plan`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from gbfunc.untrusted import read_arrays
 
 _SIZES = ("genome_params", "genome_bytes", "compression")
 SAID = {"task": "", "task_config": "{}", "pnet": None, "pnet_config": "{}", "pretrained": None, "env": None}
-"""{option that a genome's file may contain: default value}"""
+"""{option whose value a genome's file may contain: default value}"""
 
 
 class Job(NamedTuple):
-    """The task, recipe, p-net and plan of a command."""
+    """The task, recipe, p-net and plan that the options of a command describe."""
 
     task: Task  # Data and p-net, on the device for training
     recipe: Recipe  # The task's settings, changed by the user's options
@@ -70,7 +70,7 @@ def load_task(options: DataOptions) -> Task:
     if options.pretrained is not None and options.pnet not in (None, task.pnet.name):
         raise ValueError(f"{options.pretrained} has a network of type {task.pnet.name}, got --pnet {options.pnet}")
     if options.pnet in (None, task.pnet.name):
-        # Keep options of the task's p-net that the user did not set.
+        # Options that the user did not set keep the task's values.
         config = {**task.pnet.config, **config}
     return task.with_pnet(find_pnet(name, task.interface, config))
 
@@ -91,7 +91,7 @@ def read_json(option: str, text: str) -> dict[str, Any]:
 
 
 def about(task: Task, options: DataOptions) -> JSON:
-    """Return the metadata of a genome file: task, p-net and inputs. Default values are left out."""
+    """Return the metadata of a genome file: task, p-net and inputs, without options that have their default values."""
     said: JSON = {"task": options.task, "pnet": task.pnet.name}
     for name, usual in SAID.items():
         if name not in said and (value := getattr(options, name)) != usual:
@@ -137,7 +137,7 @@ def _check_forward(task: Task, pnet: nn.Module) -> None:
         return
     x, (_, outputs, tokens, *_) = next(iter(task.train.chunks(2)))[0], task.interface
     buffers = dict(pnet.named_buffers())
-    net = copy_with(pnet, lambda name, x: x.clone() if name in buffers else x)  # The copy shares the parameters.
+    net = copy_with(pnet, lambda name, x: x.clone() if name in buffers else x)  # A forward may change buffers.
     words = f"the p-net {task.pnet.name} with inputs {'[B, C, H, W] = ' * (x.ndim == 4)}{list(x.shape)}"
     with torch.no_grad(), seeded(0):
         try:
@@ -153,7 +153,7 @@ def _check_forward(task: Task, pnet: nn.Module) -> None:
 
 
 def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, Any]:
-    """Return the values of all options whose defaults depend on the recipe or the plan. Unused options are None."""
+    """Return the values of options whose defaults depend on the recipe or the plan; None for unused options."""
     recipe, plan = job.recipe, job.plan
     config = recipe.optimizer_options
     decay = config.pop("weight_decay", None)
@@ -219,7 +219,7 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
     config = read_json("--hypernet-config", genome.hypernet_config)
 
     def is_direct(name: str) -> bool:
-        # Ignore invalid patterns here: `make_plan` reports them.
+        # Ignore invalid regular expressions here: `make_plan` raises an error for them.
         with suppress(re.error):
             ruled = [hypernet for pattern, hypernet in rules if re.search(pattern, name)]
             return ruled[:1] == [None] or any(re.search(pattern, name) for pattern in genome.exclude)
@@ -229,7 +229,7 @@ def plan_changes(genome: GenomeOptions) -> Callable[[PlanOptions], PlanOptions]:
         name = genome.hypernet or options.hypernet.type
         if config or name != options.hypernet.type:
             options = options.with_hypernet(_hypernet("--hypernet-config", name, config))
-        # Drop the codes of direct parameters: only generated parameters have codes.
+        # Drop the task's codes for parameters that the user made direct: only generated parameters have codes.
         codes = {k: code for k, code in options.encodings.items() if not is_direct(k)}
         return options._replace(
             **own,

@@ -1,4 +1,4 @@
-"""`gbfunc bench` compares steps of genomes and of dense p-nets; `gbfunc compare` compares genomes and other methods."""
+"""The commands `bench` (steps of genomes and of dense p-nets) and `compare` (genomes and other methods)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def measure(
         print(f"{name} ({i} of {len(benches)}, run {run + 1} of {repeat})", file=sys.stderr, flush=True)
         runs[name].append(report.run_bench(bench, setting, rounds=rounds, visit=visit, memory=run == 0))
         results["rows"] = [row for some in runs.values() for row in over_runs(some)]
-        # Write after every bench, so that a later failure loses no results.
+        # Write the file after every bench, so that a later failure loses no results.
         write_metrics(folder / "bench.json", results)
     return results
 
@@ -90,7 +90,7 @@ def print_results(results: Mapping[str, Any]) -> None:
         )
     machine = f"{r['machine']}, {r['threads']} threads, torch {r['torch']}"
     columns = ("case", "variant", "step", "first", "x dense", "range", "x naive", "peak MB", *on_gpu)
-    print_table(columns, rows, notes=[machine])
+    print_table(columns, rows, captions=[machine])
 
 
 def run_compare(options: Compare) -> None:
@@ -124,13 +124,13 @@ def run_compare(options: Compare) -> None:
 
 def _problems(options: Compare, task: Task, dtype: torch.dtype, pretrained: bool) -> list[Problem]:
     problems = []
-    # The last budget is the size of a file with the classifier and LoRA of rank 1 on all layers of MiniLM.
+    # In 186,000 bytes, a file has LoRA of rank 1 on all layers of MiniLM, and the classifier.
     usual = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
     budgets = options.bytes or (usual if pretrained and options.sizes is None else None)
     if budgets is None:
         sized = [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     else:
-        # For a pretrained p-net, plan no genome: the size is the number of float32 numbers that the budget holds.
+        # A pretrained p-net needs no periodic genome: its size is the number of float32 numbers in the budget.
         sized = [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(budgets))]
     for size, budget in sized:
         recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))
@@ -146,7 +146,7 @@ def _tested(results: Results, metric: Metric) -> list[float]:
 
 
 def tradeoff_figure(known: Mapping[str, Sequence[Results]], metric: Metric, levels: Mapping[str, Results]) -> Figure:
-    """Plot the test metric against bytes. For an accuracy in percent, plot 100 - accuracy on a logarithmic axis."""
+    """Plot the test metric against bytes. Instead of an accuracy, plot 100 - accuracy (%) on a logarithmic axis."""
     errors = metric.unit == "%" and metric.higher_is_better
 
     def shown(results: Results) -> list[float]:
@@ -179,7 +179,7 @@ def print_tradeoff(
     def cell(found: Results) -> str:
         if found.rows:
             return with_deviation(_tested(found, metric))
-        # Show "-" if no network fits the budget, and nothing if there is no result yet.
+        # Show "-" if no network fits the budget, and "" if the trainings have not run yet.
         return "-" if any(choice.settings is None for choice in found.choices) else ""
 
     rows = []
@@ -187,10 +187,10 @@ def print_tradeoff(
         searched = [choice.searched for found in by_budget for choice in found.choices]
         ends = dict.fromkeys((min(searched), max(searched))) if searched else ()
         rows.append([name, *map(cell, by_budget), " to ".join(f"{n:,}" for n in ends)])
-    notes = [f"{name}: {with_deviation(_tested(results, metric))}" for name, results in levels.items()]
-    notes.append(
+    captions = [f"{name}: {with_deviation(_tested(results, metric))}" for name, results in levels.items()]
+    captions.append(
         f"{first.task.name}: test {metric.label} in {metric.unit}, mean and standard deviation over seeds; "
         f"{first.steps:,} steps; -: no network fits the budget."
     )
     budgets = [f"{problem.budget:,} bytes" for problem in problems]
-    print_table(("method", *budgets, "steps of search"), rows, notes=notes)
+    print_table(("method", *budgets, "steps of search"), rows, captions=captions)

@@ -1,4 +1,4 @@
-"""Options that several commands have, as typed dataclasses. The comment above an option is shown by `--help`."""
+"""Options that several commands have, as typed dataclasses. `--help` shows the comment above an option."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ AUTO = "auto"
 """The value of `--resume` for the newest valid checkpoint, if any."""
 
 TASKS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
-"""{task: settings of its recipe at the default sizes of genome and p-net}. So `--help` needs no import of torch."""
+"""{task: default settings of its recipe}, stored in a file so that `--help` need not import torch."""
 
 _USUAL = TASKS.pop("")
 
@@ -36,11 +36,11 @@ NEEDS = {
     "out": ("log", "checkpoint_every"),
     "dtype": ("finetune",),
 }
-"""{option: options of the same command that can be used only together with this option}"""
+"""{option: options of the same command that need this option}"""
 
 
 class Bound(NamedTuple):
-    """A condition for an option's value, and the condition's words in errors. An option that is None is valid."""
+    """A condition for the value of an option, and its words in error messages. An option that is None is valid."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -48,7 +48,7 @@ class Bound(NamedTuple):
 
 COUNT = Bound(lambda value: value >= 1, "at least 1")
 POSITIVE = Bound(lambda value: 0 < value < float("inf"), "a positive number")
-PART = Bound(lambda value: 0 <= value <= 1, "from 0 to 1")
+FRACTION = Bound(lambda value: 0 <= value <= 1, "from 0 to 1")
 SEED = Bound(lambda value: 0 <= value < 2**63, "at least 0 and below 2**63")
 MOMENTUM = Bound(lambda value: 0 <= value < 1, "from 0 to below 1")
 
@@ -74,7 +74,7 @@ def flags(names: Iterable[str]) -> str:
 
 
 def shows(value: Any, default: str = "", *, recipe: str = "") -> Any:
-    """Describe an option for `--help`: name or choices of the value, and `default` or the task's setting `recipe`."""
+    """Describe an option for `--help`: its value, and as default the task's setting `recipe` or `default`."""
     metavar = value if isinstance(value, str) else "|".join(get_args(value))
 
     def hint(_: str) -> str:
@@ -91,7 +91,7 @@ Patterns = Annotated[tuple[str, ...], shows("REGEX ...")]
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOption:
-    """A file with options."""
+    """The file with options."""
 
     # File with options (.toml, .yaml or .json), such as OUT/config.toml. Arguments override the file.
     config: Annotated[Path | None, shows("FILE")] = None
@@ -99,11 +99,11 @@ class ConfigOption:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Data and p-net."""
+    """The task and the p-net (the network that solves the task)."""
 
     # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
     task: Annotated[str, arg(metavar="NAME")] = "digits"
-    # Folder with the task's data, or a file for text. digits and control need no data; text has a built-in file.
+    # Folder with the task's data, or a file for text and chat. digits, control and text also run without data.
     data_dir: MaybePath = None
     # Options of the task, such as '{"context": 128, "vocabulary": 1024}' for text.
     task_config: Annotated[str, shows("JSON")] = "{}"
@@ -122,58 +122,58 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class PNetOptions(DataOptions):
-    """Data and p-net."""
+    """The task and the p-net (the network that solves the task)."""
 
-    # Numbers of units of the layers of an mlp or actor_critic, from inputs to outputs.
+    # Number of units of each layer of an mlp or actor_critic, from the inputs to the outputs.
     sizes: Annotated[tuple[int, ...] | None, shows("INT INT ...", recipe="sizes")] = None
-    # Length of a training of the control task: the total number of steps in all environments.
+    # Length of the training for the control task, in steps summed over all environments.
     env_steps: Annotated[int | None, shows("INT", "51200")] = None
-    # Seed of the initial weights, of the order of examples, and of noise in training.
+    # Seed of the initial weights, of the order of examples, and of the noise in a training.
     seed: Annotated[int, SEED] = 0
 
 
 @dataclass(frozen=True)
 class GenomeOptions:
-    """Size of the genome, and the g-nets that generate the weights."""
+    """The size of the genome, and its g-nets: small networks that generate the weights of the p-net."""
 
-    # Largest number of parameters of the genome, direct parameters included.
+    # Largest number of parameters of the genome, including direct parameters, which no g-net generates.
     genome_params: Annotated[int | None, shows("INT", recipe="genome_params")] = None
-    # Largest size of the genome's file in bytes, with numbers of --dtype.
+    # Largest size of the genome's file, in bytes.
     genome_bytes: Annotated[int | None, shows("INT")] = None
-    # Ratio of the p-net's parameters to the genome's parameters.
+    # Number of parameters of the p-net, divided by the number of parameters of the genome.
     compression: Annotated[float | None, shows("FLOAT", recipe="compression"), POSITIVE] = None
     # Type of the g-nets, which generate the weights.
     hypernet: Annotated[HypernetName | None, shows(HypernetName, "periodic")] = None
     # Options of this type of g-nets, such as '{"hidden": [16, 16], "activation": "tanh"}' for gnet.
     hypernet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
-    # Largest tile: a length, or rows and columns.
+    # Largest tile (block of a weight matrix that one g-net generates): a length, or rows and columns.
     max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "as few tiles as the size allows")] = None
-    # Patterns of parameters to generate in addition to the default.
+    # Parameters to generate in addition to the default ones, by regular expressions of their names.
     include: Patterns = ()
-    # Patterns of parameters to train directly.
+    # Parameters to train directly, without g-nets, by regular expressions of their names.
     exclude: Patterns = ()
-    # Types of g-nets by pattern of parameters: 'head=low_rank{"rank": 4}' or 'emb=none'. The first match applies.
+    # Type of g-nets by a parameter's name: 'head=low_rank{"rank": 4}', 'emb=none' (direct). The first match applies.
     rule: Annotated[tuple[str, ...], shows("REGEX=TYPE ...")] = ()
-    # Codes of the rows and columns of a parameter: '{"0.weight": ["binary", {"type": "grid", "dims": [28, 28]}]}', or
+    # Codes (inputs of g-nets) of rows and columns: '{"0.weight": ["binary", {"type": "grid", "dims": [28, 28]}]}', or
     # a table in the file of --config. See the guide "Shrink a network".
     encodings: Annotated[str, shows("JSON", "the task's encodings")] = "{}"
-    # own: keep the p-net's weights and generate deltas (an adapter). none: generate the weights.
+    # own: generate changes of the p-net's own weights (an adapter). none: generate the weights themselves.
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
-    # Modules that an adapter changes, as in PEFT: names, last parts of names, or one regular expression.
+    # Modules that an adapter changes: full names, ends of names, or one regular expression (as in PEFT).
     target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
-    # New modules, trained directly. If they exceed a quarter of the genome, their largest parameters are generated.
+    # New modules to train directly. Beyond a quarter of the genome, their largest parameters are generated instead.
     modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Length, learning rates and optimizer. The defaults depend on the task: try --task NAME --help."""
+    """Length, learning rates and optimizer. The defaults depend on the task: see --task NAME --help."""
 
     # Number of passes over the training examples.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
-    # Number of training steps, instead of a number of passes.
+    # Number of training steps, instead of passes over the examples.
     steps: Annotated[int | None, shows("INT", recipe="steps"), COUNT] = None
-    # Number of examples per step, summed over ranks.
+    # Number of examples per step, summed over all ranks.
     batch_size: Annotated[int | None, shows("INT", recipe="batch_size")] = None
     # Peak learning rate of the g-nets, or of a dense net.
     lr: Annotated[float | None, shows("FLOAT", recipe="lr"), POSITIVE] = None
@@ -182,18 +182,18 @@ class TrainingOptions:
     # Schedule of the learning rates.
     schedule: Annotated[ScheduleName | None, shows(ScheduleName, recipe="schedule")] = None
     # Fraction of the steps in which the learning rates rise.
-    warmup: Annotated[float | None, shows("FLOAT", recipe="warmup"), PART] = None
+    warmup: Annotated[float | None, shows("FLOAT", recipe="warmup"), FRACTION] = None
     # Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ...
     optimizer: Annotated[str | None, shows("NAME", recipe="optimizer")] = None
     # Options of the optimizer, such as '{"momentum": 0.9}'.
     optimizer_config: Annotated[str, shows("JSON", "the recipe's options")] = "{}"
     # Weight decay of the genome.
     weight_decay: Annotated[float | None, shows("FLOAT", "the optimizer's default")] = None
-    # Largest norm of the gradient. Larger gradients are scaled down; inf never scales them.
+    # Gradients with a larger norm are scaled down to this norm; inf turns this off.
     clip_norm: Annotated[float | None, shows("FLOAT", recipe="clip_norm")] = None
     # Training steps between two validations.
     measure_every: Annotated[int | None, shows("STEPS", recipe="measure_every"), COUNT] = None
-    # Device: cpu, cuda, cuda:1, ...; auto is the GPU if there is one for each rank, otherwise the CPU.
+    # Device: cpu, cuda, cuda:1, ... auto: a GPU if the machine has one for each rank, otherwise the CPU.
     device: str = "auto"
 
 
@@ -201,8 +201,8 @@ class TrainingOptions:
 class StoredOptions:
     """How the genome is stored."""
 
-    # dtype of the genome's file. intN: integers of N bits with scales, rounded after training. auto: integers with
-    # trained scales; needs --genome-bytes.
+    # dtype of the numbers in the genome's file. intN: integers of N bits, to which the trained numbers are rounded.
+    # auto: integers whose quantization steps are trained, too; needs --genome-bytes.
     dtype: Annotated[DtypeName | None, shows(DtypeName, "float32; auto with --genome-bytes")] = None
 
 
@@ -213,7 +213,7 @@ class OutputOptions(StoredOptions):
     # Folder for genome.safetensors (the last genome), best.safetensors (the best genome on validation data),
     # metrics.json, history.csv, config.toml and figures.
     out: Annotated[Path | None, shows("DIR", "no files")] = None
-    # Number of additional training steps with the genome rounded to --dtype.
+    # Number of additional training steps, in which the genome is already rounded to --dtype.
     finetune: Annotated[int | None, shows("STEPS"), COUNT] = None
     # Logs of metrics: csv writes OUT/log.csv, tensorboard writes OUT/tensorboard, and wandb is Weights & Biases.
     log: Annotated[tuple[LogName, ...], shows(" ".join(get_args(LogName)))] = ()
@@ -225,19 +225,19 @@ class OutputOptions(StoredOptions):
 class CheckpointOptions(OutputOptions):
     """Files and checkpoints."""
 
-    # Steps between checkpoints (in OUT/checkpoints, not of --finetune). Also saves at the end, on SIGINT and SIGTERM.
+    # Steps between checkpoints in OUT/checkpoints. Also saves at the end, on SIGINT and SIGTERM; not in --finetune.
     checkpoint_every: Annotated[int | None, shows("STEPS", "never"), COUNT] = None
     # Number of checkpoints to keep.
     keep: Annotated[int, COUNT] = 3
     # auto: continue from the newest valid checkpoint in OUT, if any. PATH: continue from a checkpoint or a folder.
     resume: Annotated[str | None, shows("auto|PATH", "a new training")] = None
-    # Allow a resumed training to change its learning rate, schedule, length or optimizer.
+    # Allow a resumed training to have another learning rate, schedule, length or optimizer than its checkpoint.
     allow_changes: bool = False
     # Replace a finished training in OUT.
     overwrite: bool = False
     # Folder for a Chrome trace of three early steps per rank, and a table of operations on rank 0.
     profile: Annotated[Path | None, shows("DIR")] = None
-    # Peak operations per second of a rank (see gbfunc bench --calibrate). Metrics then have the fraction used.
+    # Peak operations per second of a rank (see gbfunc bench --calibrate). Shows what fraction the training reaches.
     peak_flops: Annotated[float | None, shows("FLOAT"), POSITIVE] = None
 
 
@@ -249,23 +249,23 @@ class ExecutionOptions:
     amp: Annotated[Literal["bfloat16", "float16"] | None, shows("bfloat16|float16")] = None
     # Compile the generation of weights, the p-net and the loss into one graph. The first step is slow.
     compile: bool = False
-    # Recompute weights in backward to save memory: all at once (generate), or layer by layer (layer).
+    # To save memory, generate weights again in backward: all at once (generate), or layer by layer (layer).
     remat: Literal["none", "generate", "layer"] = "none"
-    # Where the genome is: a copy on each rank (replicated), or split. Ranks then exchange weights (sharded) or factors.
+    # A rank has a copy of the genome (replicated), or a part. With parts, ranks exchange weights (sharded) or factors.
     placement: Literal["auto", "replicated", "sharded", "factors"] = "auto"
     # Numbers of ranks along the axes data, gnets, pipeline and tensor, such as data=2,tensor=2.
     mesh: Annotated[str | None, shows("AXIS=INT,...", "data=1")] = None
-    # Function from the p-net to the styles of parallelize_module, such as {"blocks.*.up": ColwiseParallel()}.
+    # Function that returns, for a p-net, the plan of torch's parallelize_module: {"blocks.*.up": ColwiseParallel()}.
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "the p-net's styles")] = None
     # Order in which the ranks of a pipeline compute the microbatches.
     pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
-    # Number of equal parts of a batch. The gradients of the parts are summed.
+    # Number of equal parts into which a step divides its batch. The gradients of the parts are summed.
     microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks"), COUNT] = None
-    # Number of local steps of a rank between two exchanges of updates with other ranks (DiLoCo).
+    # Number of steps that each rank takes alone, between two exchanges of the ranks' updates (DiLoCo).
     local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient"), COUNT] = None
-    # Learning rate of the step that follows an exchange. 1 without momentum averages the ranks' genomes.
+    # Learning rate at which exchanged updates are applied. 1 without momentum averages the ranks' genomes.
     outer_lr: Annotated[float, POSITIVE] = 1.0
-    # Nesterov momentum of the step that follows an exchange.
+    # Nesterov momentum with which exchanged updates are applied.
     outer_momentum: Annotated[float, MOMENTUM] = 0.5
 
 
@@ -273,13 +273,13 @@ class ExecutionOptions:
 class TeacherOptions:
     """A trained network whose outputs are targets in addition to the labels (Hinton et al., 2015)."""
 
-    # Trained network: a .pt or .safetensors file with the module names of the p-net, a genome, or a folder with such a
-    # file (also from the Hugging Face hub). The teacher gets the task's inputs: images have mean 0 and deviation 1.
-    # If a teacher needs another scale, see the guide "Shrink a trained network".
+    # Trained network: a .pt or .safetensors file with the module names of the p-net, a genome, or a folder with one of
+    # these files (also from the Hugging Face hub). The teacher gets the task's inputs: images of mean 0, variance 1.
+    # If a teacher needs another scale, see the guide "Shrink a network".
     teacher: MaybePath = None
     # Weight of the teacher's loss; the weight of the labels' loss is 1 minus this weight.
-    teacher_weight: Annotated[float, PART] = 0.5
-    # Temperature of both networks' predictions.
+    teacher_weight: Annotated[float, FRACTION] = 0.5
+    # Temperature that divides the logits of the teacher and of the trained network in the teacher's loss.
     temperature: Annotated[float, POSITIVE] = 2.0
 
 

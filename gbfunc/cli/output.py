@@ -75,7 +75,7 @@ def write_history(path: Path, runs: Mapping[str, Sequence[Row]]) -> None:
 
 
 def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
-    """Draw a figure and write it to a file. An error only prints a warning, because the results are already written."""
+    """Draw a figure and write it to a file. An error only causes a warning, because the results are already written."""
     content = io.BytesIO()
     try:
         draw().savefig(content, format="png", dpi=150)
@@ -88,7 +88,7 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 def written(
     folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
 ) -> Iterator[None]:
-    """Write the results of a training. When the context ends, draw the learning curve and suggest a command."""
+    """Write the results of a training. At the end of the context, draw the learning curve and suggest a command."""
     write_history(folder / "history.csv", runs)
     write_metrics(folder / "metrics.json", metrics)
     yield
@@ -105,20 +105,20 @@ def written(
     command = "sample" if task.interface.tokens else "eval"
     for name in ("task", "pnet", "env", "data_dir"):
         said = str(metrics["config"].get(name, ""))
-        # Name the user's code and data in the command, because the genome's file does not contain them.
+        # The genome's file contains no code and no data, so the suggested command must name them.
         if said and (name == "data_dir" or ":" in said.removeprefix("hf:")):
             command += f" --{name.replace('_', '-')} {said}"
     print(f"try next: gbfunc {command} --genome {out / 'genome.safetensors'}, or gbfunc export --help")
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, notes: Iterable[str] = ()) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, captions: Iterable[str] = ()) -> None:
     table = Table(*(Column(name, justify="right" if i else "left", no_wrap=True) for i, name in enumerate(columns)))
     for row in rows:
         table.add_row(*row) if row else table.add_section()
     console = Console(width=None if Console().is_terminal else 150)
     console.print(table)
-    for note in notes:
-        console.print(note, style="dim", markup=False, highlight=False)
+    for caption in captions:
+        console.print(caption, style="dim", markup=False, highlight=False)
 
 
 def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
@@ -133,7 +133,7 @@ def print_metrics(metrics: Mapping[str, Any], task: Task) -> None:
         if m[name] is not None or "seconds" in m:
             shown = f"{m[name]:,}" if isinstance(m[name], int | float) else str(m[name] or "-")
             rows.append((name.replace("_", " "), shown))
-    print_table(("", f"{m['task']}: {m.get('network', 'genome')}", "dense p-net", "ratio"), rows, notes=_course(m))
+    print_table(("", f"{m['task']}: {m.get('network', 'genome')}", "dense p-net", "ratio"), rows, captions=_course(m))
 
 
 def _course(m: Mapping[str, Any]) -> Iterator[str]:
@@ -159,12 +159,12 @@ def tell(line: str) -> None:
 
 @dataclass
 class Best:
-    """Writes the genome with the best validation metric to a file."""
+    """Keeps the genome with the best validation metric in a file. A call after each validation replaces the file."""
 
     path: Path
     metric: Metric
     write: Callable[[Any, Path], None]
-    first: int | None = None  # first row to compare; the files of earlier rows may be missing after --resume
+    first: int | None = None  # first row to compare: after --resume, earlier files may be missing
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:
         if self.first is None:
@@ -182,7 +182,7 @@ class Best:
 def open_logs(
     names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
 ) -> Iterator[tuple[Callable[[], None], OnLog | None]]:
-    """Yield two functions: one opens the named logs, and one writes metrics to all logs (None without names)."""
+    """Yield a function that opens the logs, and a function that writes metrics to all of them (None without names)."""
     logs: list[OnLog] = []
     with ExitStack() as stack:
 

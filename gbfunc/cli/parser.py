@@ -1,7 +1,4 @@
-"""Parses arguments and the file of `--config`; writes the file with the options of a training.
-
-Wrong arguments and files raise `ValueError` with the most similar name.
-"""
+"""Parses arguments and the file of `--config`. Writes `config.toml`, the file with the options of a training."""
 
 import contextlib
 import io
@@ -25,15 +22,16 @@ from gbfunc.files import replace_file
 
 
 def parse(argv: Sequence[str]) -> Any:
-    """Parse arguments. Return an instance of a class in `COMMANDS`. Errors name the most similar option."""
+    """Parse arguments into an instance of a class in `COMMANDS`; ValueErrors name the most similar option."""
     name, *words = argv or [""]
     if name == "--version":
         print(f"gbfunc {__version__}")
         raise SystemExit(0)
     if name in ("", "-h", "--help"):
-        print("usage: gbfunc COMMAND [OPTIONS]\n\nTrain neural networks through a genomic bottleneck.\n")
+        print("usage: gbfunc COMMAND [OPTIONS]\n\nTrain neural networks through a genomic bottleneck.")
+        print("A small genome generates the weights of a network, which is called the p-net.\n")
         print(*(f"  {command:<10} {kind.__doc__}" for command, kind in COMMANDS.items()), sep="\n")
-        print("\ngbfunc COMMAND --help shows the options of a command, gbfunc --version the version.")
+        print("\nOptions of a command: gbfunc COMMAND --help. Version: gbfunc --version.")
         raise SystemExit(0)
     if name not in COMMANDS:
         raise ValueError(f"no command {name!r}{_nearest(name, COMMANDS)}: choose one of {', '.join(COMMANDS)}")
@@ -59,7 +57,7 @@ def _reason(message: str) -> str:
     lines = [line.strip("│ ") for line in message.splitlines()[1:]]
     blocks = " ".join(line if line.strip("─-╰╯") else "\n" for line in lines).split("\n")
     words = next(block for block in blocks if block.strip()).strip().removesuffix(".")
-    words = re.sub(r"(--[\w-]+ [A-Z]+\b).*?\(required\)", r"\1", words)  # drops the help of missing options
+    words = re.sub(r"(--[\w-]+ [A-Z]+\b).*?\(required\)", r"\1", words)  # drop the explanation of a missing option
     if match := re.search(r"(--[\w-]+): no type matching (.+) could be instantiated from \[(.*)\]", words):
         expected = re.sub(r"[{}\[\]]", "", match[2].replace("{None}|", ""))
         return f"{match[1]} must be {expected}, got {match[3]}"
@@ -73,10 +71,10 @@ def _nearest(word: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def config_words(command: str, argv: Sequence[str]) -> list[str]:
-    """Convert the options in the file of `--config`, if `argv` names a file, to arguments.
+    """Return the options in the file that `--config` names as arguments; [] without `--config`.
 
-    The file has options of a training. A command ignores options that it does not have. An argument in `argv` also
-    overrides options of the file that cannot be given together with the argument: `--steps` overrides `epochs`.
+    The file may have all options of `gbfunc train`; other commands ignore options that they do not have. If an argument
+    in `argv` excludes an option of the file, the option is ignored: `--steps` overrides `epochs`.
     """
     known, trained = options_of(COMMANDS[command]), options_of(Train)
     tokens = [token for word in argv for token in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -89,7 +87,7 @@ def config_words(command: str, argv: Sequence[str]) -> list[str]:
         return []
     path, in_file = Path(following["--config"]), {}
     for key, value in read_config(path).items():
-        # A table in the file only groups options, and may have any name.
+        # A table with any name groups options.
         is_table = isinstance(value, dict) and key.replace("-", "_") not in trained
         in_file |= value if is_table else {key: value}
     passed = {token.removeprefix("--").replace("-", "_") for token in tokens if token.startswith("--")}
@@ -99,7 +97,7 @@ def config_words(command: str, argv: Sequence[str]) -> list[str]:
         name, option = key.replace("-", "_"), f"--{key.replace('_', '-')}"
         if name not in known and name not in trained:
             raise ValueError(f"{path}: there is no option {key!r}{_nearest(name, known, 3)}")
-        # Ignore options with another meaning in this command: `--device` of `gbfunc plan` is a file.
+        # Ignore an option that has another meaning here than in `train`: `--device` of `gbfunc plan` is a file.
         same = name in known and (name == "task" or trained.get(name, known[name]) is known[name])
         if value is None or name in replaced or not same:
             continue
@@ -126,7 +124,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"--config {path} cannot be read: its name must end in .toml, .yaml, .yml or .json")
     try:
         found = readers[suffix](path.read_text(encoding="utf-8-sig"))
-    except Exception as error:  # The parsers raise many types.
+    except Exception as error:  # The parsers raise errors of many types.
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"--config {path} must have options by name, got {found!r}")
@@ -134,8 +132,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def settings_of(options: Any, resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings that determine a training: the user's options, and `resolved` values of the defaults."""
-    # Leave out options that do not change the trained genome.
+    """Return all settings of a training: the user's options, and the defaults' values in `resolved`."""
+    # These options do not change the trained genome.
     others = "config out log log_every checkpoint_every keep resume allow_changes overwrite profile peak_flops".split()
     every = {name: value for name, value in values_of(options).items() if name not in others} | {**resolved}
     return {name: _plain(value) for name, value in every.items() if value not in (None, (), "{}")}

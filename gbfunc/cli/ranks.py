@@ -1,4 +1,4 @@
-"""Runs a command on several ranks: builds the mesh, splits the p-net over it, and lets ranks prepare files in turn."""
+"""Runs a command on several ranks: builds the mesh, chooses how to split the p-net, and checks that ranks agree."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ def parse_mesh(text: str | None) -> dict[str, int]:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device `name`; "auto" is the GPU if the machine has one per rank, otherwise the CPU."""
+    """Return the device `name`; "auto" is a GPU if the machine has one per rank, otherwise the CPU."""
     gpus = torch.cuda.device_count()
     if name == "auto":
         return torch.device("cuda" if gpus and gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "cpu")
@@ -48,7 +48,7 @@ def find_device(name: str) -> torch.device:
 
 
 def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
-    """Call `prepare` on rank 0, then on one rank of each other machine, then on the rest: one download per machine."""
+    """Call `prepare` on rank 0, then on one rank of each other machine, then on all others, which find its files."""
     turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
     prepared = failure = None
     for now in range(3):
@@ -63,7 +63,7 @@ def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
 
 
 def check_alike(mesh: Mesh, options: Any, data_digest: str) -> None:
-    """Raise `ValueError` if ranks have different options (except paths) or data: such ranks could hang."""
+    """Raise `ValueError` if ranks have different options (except paths) or data, with which they could wait forever."""
     local = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
     local |= {"device", "resume", "pretrained", "log"}
     compared = {name: x is not None if name in local else x for name, x in values_of(options).items()}
@@ -80,7 +80,7 @@ def split_over(mesh: Mesh, options: ExecutionOptions, pnet: nn.Module, batch_siz
         if (value := getattr(options, option)) is not None and mesh.sizes[axis] == 1:
             raise ValueError(f"--{option} {value} needs a {axis} axis, such as --mesh {axis}=2")
     if pieces > 1:
-        # Import DTensor only if needed, because the import takes half a second.
+        # Import here, because the import of DTensor takes half a second.
         from gbfunc.parallel.styles import tensor_styles
 
         try:
@@ -102,9 +102,9 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int) -> int:
-    """Return a divisor of a shard's rows, `ranks` to 4 x `ranks`: the largest multiple of `ranks`, or the largest."""
+    """Return the largest divisor of a shard's rows from `ranks` to 4 x `ranks`, preferably a multiple of `ranks`."""
     rows, rest = divmod(batch_size, shards)
-    # With at least 4 microbatches per rank, GPipe's ranks are idle for a short time (Huang et al., 2019, section 2.3).
+    # With 4 microbatches per rank, ranks hardly wait for each other (GPipe: Huang et al., 2019, section 2.3).
     fitting = [n for n in range(ranks, 4 * ranks + 1) if rows % n == 0]
     if rest or not fitting or rows < ranks:
         needs = f"{ranks} to {4 * ranks} microbatches that divide the rows of each of its {shards} shards"

@@ -1,4 +1,4 @@
-"""`gbfunc train` and `gbfunc demo`: train a genome, write logs and files, and measure the network."""
+"""The commands `train` and `demo`: train a genome, write logs and files, and measure the generated network."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run_train(options: Train) -> None:
             teacher = read_teacher(asked.teacher, job.task, here.data).to(mesh.device)
             asks = here.training.epochs or here.training.steps or job.recipe.steps
             if job.plan.base is None and not here.dense and not asks:
-                # Double the epochs, because distillation needs long trainings (Beyer et al., 2022).
+                # Train twice as long, because distillation needs long trainings (Beyer et al., 2022).
                 reasons = {**job.recipe.reasons, "epochs": "twice the recipe's, because there is a teacher"}
                 job = job._replace(recipe=replace(job.recipe, epochs=2 * job.recipe.epochs, reasons=reasons))
             return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature)), teacher
@@ -108,10 +108,10 @@ def run_demo(options: Demo) -> None:
         ):
             ratio, shown = job.plan.pnet_params / metrics[params], metric.show(metrics[f"{prefix}test_{metric.name}"])
             rows.append((network, f"{metrics[params]:,}", f"{ratio:.1f}x", f"{metrics[n_bytes]:,}", shown))
-        note = "Bytes: the genome's whole file; dense nets in float32, without a file's header."
+        caption = "Bytes: the genome's whole file; dense nets in float32, without a file's header."
         columns = ("network", "parameters", "ratio", "bytes on disk", f"test {metric.label}")
         with output.written(folder, out, task, metrics, runs):
-            output.print_table(columns, rows, notes=[note])
+            output.print_table(columns, rows, captions=[caption])
             if out is not None and any(p.ndim in (2, 4) for p in dense.parameters()):
                 from gbfunc.plots import weight_images
 
@@ -122,14 +122,14 @@ def run_demo(options: Demo) -> None:
 
 @dataclass
 class Meter:
-    """Measures the steps of one training, and profiles a few steps."""
+    """Counts the steps and sent bytes of one training, and profiles a few steps (`--profile`)."""
 
     split: Mapping[str, Any]  # Options that split the p-net over ranks
     peak_flops: float | None = None  # Peak operations per second of one rank
     profile: Path | None = None
     sent: Counter[str] = field(default_factory=Counter)  # {axis of the mesh: bytes that this rank sent}
     steps: int = 0
-    batch: Any = None  # The first batch
+    batch: Any = None  # The first batch, on which `metrics` counts operations
     after: Callable[[], None] = lambda: None
 
     def metered(self, trainer: training.Trainer, begin: Callable[[], None]) -> training.Trainer:
@@ -190,7 +190,7 @@ class Meter:
         if "pipeline" in self.split:
             found["pipeline"] = self.split["pipeline"]
         if self.batch is not None:
-            # Use plain attention, because the counter does not support all fused kernels.
+            # Use attention without fused kernels, because the counter does not know all of them.
             with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 task.loss(copy.deepcopy(job.pnet), self.batch)
             # Backward has twice the operations of forward.
@@ -208,7 +208,7 @@ def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks:
 
 
 def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], seed: int) -> gb.Genome | None:
-    """Fit a genome to a teacher's weights; None if the genome's accuracy is nearer to chance than to the teacher's."""
+    """Fit a genome to a teacher's weights; None if its accuracy is nearer to chance than to the teacher's accuracy."""
     task, plan, metric = job.task, job.plan, job.task.metric
     if teacher is None:
         return None
@@ -220,7 +220,7 @@ def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], s
     try:
         genome, _ = gb.fit_genome(plan, teacher, pnet=None if plan.base is None else job.pnet, seed=seed)
     except ValueError:
-        # The teacher has another architecture than the p-net, or the plan has no weights that can be fitted.
+        # The teacher's architecture is not that of the p-net, or the plan has no weights that can be fitted.
         return None
     net = gb.materialize(plan, genome, job.pnet).eval()
     reached = task.measured(net, task.val)[metric.name]
@@ -265,8 +265,8 @@ def train_genome(
         best = output.Best(best_path, task.metric, write)
 
         def keep_best(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
-            # All ranks must call `gather`, even if the metric did not improve. With `auto`, the genome cannot be
-            # written before the scales of its integers are known.
+            # All ranks must call `gather`, even if the metric did not improve. With the dtype `auto`, the genome cannot
+            # be written before the training has determined the quantization steps.
             genome = step.gather(state)
             if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)
@@ -292,7 +292,7 @@ def train_genome(
                 kept = "" if asked.out else "; no files are kept: --out DIR keeps the genome"
                 tell(f"training on {step.mesh.device}, {origin['device']}{graphs}{kept}")
 
-        # Open logs at the first step, so that a training that fails before this step does not change the folder.
+        # Open logs at the first step: a training that fails earlier must not change the folder.
         trainer = meter.metered(trainer, begin)
         unit = 1 if task.resumable else steps_per_epoch(task.train, recipe.batch_size)
         with checkpoints(options, settings, steps, unit, step) as saved, meter.profiling(step.mesh):

@@ -1,4 +1,4 @@
-"""A client app for Flower, which trains the genome of a message on local examples and replies with an update."""
+"""A client app for Flower: trains the genome in a message on local examples, and replies with an update."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def client_app(
         examples: returns the examples of a node from its context (`context.node_config`); called for each message.
         steps: number of training steps per round.
         batch_size: number of examples per step; a node with fewer examples uses all its examples in every step.
-        optimizer: a class of `torch.optim`; its state is reset in every round.
+        optimizer: a class of `torch.optim`; the optimizer's state is reset in every round.
         options: options of the optimizer, as in `gb.torch_optimizer`.
         evaluate: returns metrics of a network on the node's examples; None if clients do not evaluate.
-        augment: transforms the inputs of a batch.
-        seed: seed of the order of examples and of dropout, combined with the numbers of the node and the round.
+        augment: random changes of the inputs of a batch (see `gbfunc.tasks.data`).
+        seed: seed of the order of examples and of dropout; nodes and rounds get different random numbers.
         mods: Flower's mods around training (`fixedclipping_mod`, `LocalDpMod(...)`); the server needs `up="float32"`.
     """
     if steps < 1 or batch_size < 1:
@@ -88,7 +88,7 @@ def client_app(
             state, info = train_step(state, batch)
             losses.append(info.loss)
             if start is not None:
-                # Apply the gradient of FedProx's term (Li et al., 2020) directly, like decoupled weight decay.
+                # Apply the gradient of FedProx's term (Li et al., 2020) to the parameters, like decoupled weight decay.
                 pairs = [(state.gnets, state.direct), (start.gnets, start.direct)]
                 pulled = tree_map(lambda x, y: x.lerp(y, rate[0] * proximal) if x.is_floating_point() else x, *pairs)
                 state = state._replace(gnets=pulled[0], direct=pulled[1])

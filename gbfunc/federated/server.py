@@ -44,9 +44,9 @@ class Round(NamedTuple):
         round: the number of the round, from 1.
         used: the number of clients whose updates the strategy used.
         left_out: `{number of the node: reason}` for replies that were not used in training or evaluation.
-        bounded: `{number of the node: words}` for replies whose update or number of examples was reduced.
+        bounded: `{number of the node: reason}` for replies whose update or number of examples was reduced.
         metrics: means over the clients whose updates were used.
-        norm: the median norm of updates before any is reduced. For an even count, the smaller of the middle two norms.
+        norm: the median of the updates' norms, before reductions (for an even count, the smaller of the middle two).
     """
 
     round: int
@@ -64,9 +64,9 @@ class _Reply(NamedTuple):
 
 
 class _EachReply:
-    """A grid (connection to nodes) that pulls replies one by one. Flower's grid drops all if one cannot be decoded.
+    """A grid (connection to nodes) that pulls each reply alone. Flower's grid drops all replies if one is damaged.
 
-    This grid also refuses a reply that names another sender than the node that got the message.
+    This grid also refuses a reply whose sender is not the node that got the message.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -182,7 +182,7 @@ class GenomeStrategy(Strategy):
         self, configure: Callable[..., Any], number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         config[IDENTITY], config[ROUND] = self.wire.identity, number
-        # Flower selects nodes with Python's global random generator, so seed and restore it.
+        # Flower selects nodes by Python's global random generator: seed the generator, and restore it afterwards.
         before = random.getstate()
         random.seed(f"{self._seed}/{number}/{configure.__name__}")
         try:
@@ -270,7 +270,7 @@ class GenomeStrategy(Strategy):
         return _Reply(message, metrics, update)
 
     def _bound_replies(self, read: Mapping[int, _Reply]) -> tuple[float, dict[int, str]]:
-        """Make large updates and large numbers of examples smaller; return the median norm, and changes by node."""
+        """Reduce updates and numbers of examples to the bound. Return the median norm, and {node: what was reduced}."""
         norms = {node: float(np.linalg.norm(reply.update.astype(np.float64))) for node, reply in read.items()}
         norm, weight = _median(norms.values()), _median(reply.metrics[EXAMPLES] for reply in read.values())
         if len(norms) == 1:
@@ -294,7 +294,7 @@ class GenomeStrategy(Strategy):
         tensors, state = {_VECTOR: torch.from_numpy(self._vector)}, {}
         for at, value in _attributes(self.strategy).items():
             before, packed = len(tensors), _packed(value, tensors)
-            # Store only attributes that have changed since construction.
+            # Store only attributes of the strategy that have changed since it was constructed.
             if len(tensors) > before or packed != self._options.get(at):
                 state[at] = packed
         about = {"round": self.done, "id": self.wire.identity, "strategy": _name(self.strategy), "state": state}

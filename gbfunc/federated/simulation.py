@@ -17,11 +17,11 @@ from flwr.supercore.run import Run  # pyright: ignore[reportMissingImports]
 from flwr.supercore.task_identity import TaskIdentity  # pyright: ignore[reportMissingImports]
 from numpy.typing import ArrayLike, NDArray
 
-_SERVER, _RUN = 1, 1  # The numbers that Flower gives to the server and to the first run
+_SERVER, _RUN = 1, 1  # Flower's numbers of the server and of the first run
 
 
 class Traffic(NamedTuple):
-    """Bytes of messages to clients and from clients, the number of messages, and the bytes of the largest reply."""
+    """Total bytes sent to clients and from clients, the number of messages, and the bytes of the largest reply."""
 
     down: int = 0
     up: int = 0
@@ -100,7 +100,7 @@ def _through(message: Message) -> tuple[Message, int]:
     return message_from_proto(MessageProto.FromString(data)), len(data)
 
 
-LEAST = 10  # Fewest examples of a client; `partition` draws again if a client has fewer (Li et al., 2021)
+LEAST = 10  # Every client needs this number of examples; otherwise `partition` draws again (Li et al., 2021)
 
 
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:

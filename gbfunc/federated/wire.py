@@ -28,19 +28,19 @@ Vector = NDArray[np.float32]
 NUMBERS, CODES, PLACES = "genome", "codes", "places"
 """Names of arrays in a message: all numbers [P], or packed integers, or the K largest numbers and their places."""
 
-# Integers are packed as in a genome's file, but with an empty plan, because server and clients have the plan.
+# Pack integers as in a genome's file, but with an empty plan: server and clients already have the plan.
 _NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))
 
 MOST_RUNS = 1 << 14
 """Largest number of run-length symbols in a message; each takes about a microsecond to write and to read."""
 
 FORMATS = ("float32", "float16", *BITS)
-"""Dtypes in which numbers may be sent; an update may also be sent as `topK`, its K largest numbers."""
+"""Dtypes in which numbers may be sent. An update may also be sent as `topK`: only its K largest numbers."""
 
 
 def difference(here: str, there: str) -> str | None:
-    """Describe the first difference of two texts `Wire.identity` (version of gbfunc, base, plan); None if equal."""
-    # Compare bases before plans: plans of different bases always differ, and the error should name the base.
+    """Describe the first difference between two values of `Wire.identity` (gbfunc version, base, plan), or None."""
+    # Compare bases before plans: plans of different bases differ, too, but the error should name the base.
     for name, a, b in zip(("library", "base", "plan"), here.split("/"), f"{there}//".split("/"), strict=False):
         if a != b:
             cure = "all sides need one version of gbfunc, one genome file, and the pretrained network that it names"
@@ -75,7 +75,7 @@ class Wire:
         self._sent = {k: x for k, x in sorted(self._named.items()) if x.is_floating_point()}
         self.size = sum(x.numel() for x in self._sent.values())
         self._place_bits = max(1, (self.size - 1).bit_length())
-        # Cache two results: in a simulation, many nodes unpack the same message, and every node unpacks its own reply.
+        # Cache two results: in a simulation, many nodes unpack the same message, and then each unpacks its own reply.
         allowed = Allowed.by(0, plan.genome_params)
         self._decode = lru_cache(2)(lambda data: self._flat(Compact.parse(data, allowed).leaves(plan)))
 

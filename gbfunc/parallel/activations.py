@@ -1,4 +1,4 @@
-"""Moves that change the layout of an activation over the ranks of an axis. Backward reverses the change for gradients.
+"""Moves that change how an activation is laid out over the ranks of an axis. Backward undoes the move for gradients.
 
 An activation is *replicated* (equal on all ranks), *split* along a dimension, or *partial* (the sum of the ranks'
 tensors). The gradient has the same layout as the activation. The exception is the layout *partial gradient*: the
@@ -30,11 +30,11 @@ MOVES: Mapping[tuple[Activation, Activation], tuple[Move, Move]] = {
     ("split", "replicated"): ("gather", "slice"),
     ("replicated", "split"): ("slice", "gather"),
 }
-"""The moves in forward and in backward, by the layouts before and after the move."""
+"""{(layout before, layout after): (move in forward, move in backward)}"""
 
 
 def chunk_sizes(n: int, ranks: int) -> Sizes:
-    """Return how many of n entries every rank gets if `torch.chunk` or a DTensor splits them.
+    """Return how many entries every rank gets if `torch.chunk` or a DTensor splits n entries.
 
     >>> chunk_sizes(32, 3), chunk_sizes(4, 3)
     ((11, 11, 10), (2, 2, 0))
@@ -53,12 +53,12 @@ class Wire(NamedTuple):
         return sum(sizes[: self.axis.rank])
 
     def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
-        """Change a tensor's layout from `start` to `end`. `sizes` are all ranks' lengths along a split dimension."""
+        """Change the layout of `x` from `start` to `end`. `sizes` has the lengths of the split `dim` on all ranks."""
         moved: Any = _Moved.apply(x, self, *MOVES[start, end], dim, sizes)
         return moved
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
-        """Build a DTensor from this rank's piece `x`. `sizes` are all ranks' lengths along a split dimension."""
+        """Build a DTensor from this rank's piece `x`. `sizes` has the lengths of the split dimension on all ranks."""
         shape = list(x.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] = sum(sizes)
@@ -67,7 +67,7 @@ class Wire(NamedTuple):
         return DTensor.from_local(x, self.mesh.tensor_mesh, [placement], run_check=False, **layout)
 
     def sizes_of(self, n: int) -> Sizes:
-        """Return the lengths of all ranks' pieces, if this rank's piece has length `n`. All ranks must call."""
+        """Ask all ranks for the lengths of their pieces; `n` is this rank's length. All ranks must call."""
         mine = torch.tensor([n], dtype=torch.int64, device=self.mesh.device)
         sizes = _moved(self, mine, "gather", 0, (1,) * self.axis.size)
         return tuple(sizes.tolist())
@@ -101,7 +101,7 @@ class _Moved(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float, seen: list[Tensor] | None = None) -> Tensor:
-    """Return `x`, whose gradient will be multiplied by `factor`. The original gradient is appended to `seen`."""
+    """Return `x`. Backward multiplies its gradient by `factor`, and appends the gradient before that to `seen`."""
     if factor == 1.0 or not (y := x.view_as(x)).requires_grad:
         return x
 

@@ -2,7 +2,7 @@
 
 A *block* is a layer in a list of layers. A *cell* is a block and all operators between this block and the next. Cell -1
 has the operators before the first block. An operator in a cell runs once, in the stage that contains the cell.
-Operators that depend only on the batch (positions, masks) are in no cell. Every stage that needs them runs them.
+An operator that depends only on the batch (positions, masks) is in no cell. Every stage that needs its result runs it.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _LAYERS: dict[Any, tuple[str, ...]] = {
 
 
 class Chain(NamedTuple):
-    """The graph of a loss, with the cells of its nodes.
+    """The traced graph of a loss. Every node knows the cell that it belongs to.
 
     The dict `meta` of a node has the node's `cell`, the last cell that needs the node's value (`end`), and whether an
     operator writes to the memory of the value (`written`). For an input of the graph, `meta["origin"]` is the name of a
     tensor of the p-net, the index of a tensor of the batch, or a constant.
     """
 
-    flops: tuple[float, ...]  # Operations in every block's cell; the first entry includes cell -1
-    places: Mapping[str, frozenset[int]]  # The cells that use a parameter, by the parameter's name
+    flops: tuple[float, ...]  # Operations in the cell of every block; the first number includes cell -1
+    places: Mapping[str, frozenset[int]]  # {name of a parameter: the cells that use the parameter}
     nodes: Sequence[fx.Node] = ()
     outputs: tuple[Sequence[Any], Any] = ((), None)  # Leaves of the loss function's output, and their tree structure
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the blocks: the layers of the p-net's largest list, which has at least `stages` layers.
+    """Return the names of the blocks: the layers in the largest list of at least `stages` layers, by parameters.
 
-    `splits` names the first block of every stage except the first stage. The blocks are then all modules with the same
-    parent module as those in `splits`. Raises ValueError if `splits` is wrong, or if the p-net has no such list.
+    `splits` names the first block of every stage except the first stage. The blocks are then all children of
+    the modules' parent. Raises ValueError if `splits` is wrong, or if the p-net has no such list.
     """
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}
@@ -86,7 +86,7 @@ def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     (0, 3, 4)
     """
     n, sums = len(costs), [0.0, *accumulate(costs)]
-    # `best[n]` is the best division of the first n blocks: the largest cost of a stage, and the bounds of the stages.
+    # `best[n]` divides the first n blocks into the stages so far: the largest cost of a stage, and the bounds.
     best = {0: (0.0, (0,))}
     for _ in range(stages):
         best = {
@@ -101,7 +101,7 @@ def stage_of(starts: Sequence[int], cell: int) -> int:
 
 
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
-    """Return the nodes whose values are computed before a stage, and are needed in the stage or after the stage.
+    """Return the nodes whose values a stage receives: computed before the stage, and needed in or after the stage.
 
     `starts` is a result of `balanced_stages`. Raises ValueError if a value is no tensor of a known shape, or if several
     stages use a buffer that the forward changes.
@@ -125,7 +125,7 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
 def stage_graph(
     chain: Chain, starts: Sequence[int], stage: int, received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> tuple[fx.Graph, list[Any]]:
-    """Return a stage's graph, and its inputs that are not received: constants, or indices of batch tensors."""
+    """Return a stage's graph, and its inputs other than received values: constants, or indices of batch tensors."""
     here = {n for n in chain.nodes if n.meta["cell"] is not None and stage_of(starts, n.meta["cell"]) == stage}
     here |= {n for n in sent if n.meta["cell"] is None}
     for node in reversed(chain.nodes):
@@ -172,10 +172,10 @@ def trace_chain(
     device: torch.device | None = None,
     adapt: Callable[[nn.Module], Any] = lambda net: None,
 ) -> Chain:
-    """Trace the computation of a microbatch's loss, `run(net, batch)`, as a graph, with fake tensors on a device.
+    """Trace the loss of a microbatch, `run(net, batch)`, as a graph. Fake tensors on `device` replace all tensors.
 
-    The graph is valid for batches with the same shapes, and the same numbers and texts. `net` is a copy of the p-net.
-    `adapt` may change the copy before the trace.
+    The graph is valid for batches whose tensors have the same shapes, and whose other values are equal. `net` is a copy
+    of the p-net, which `adapt` may change before the trace.
 
     Raises ValueError if `torch.export` cannot trace the code, or if the blocks do not run in the order of `blocks`.
     """
@@ -277,7 +277,7 @@ def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
 
 def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping[str, str]) -> None:
     path = _modules_of(node)[-1]
-    # If a forward runs a slice of a list of layers, the path in the graph is not the name of a module.
+    # The path of a node is no module's name if a forward runs a slice of a list: then keep the operator.
     layer, args = modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))
     if not args or layer is None or layer_form(layer) is None or layer._forward_hooks or layer._forward_pre_hooks:
         return
@@ -292,7 +292,7 @@ def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory an operator changes. One operator may stand for a whole `torch.no_grad` block."""
+    """Return the nodes whose memory an operator changes. An operator may contain all of a `torch.no_grad` block."""
     if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return [_memory(node.args[0])]  # pyright: ignore[reportArgumentType]
     found = []
@@ -305,7 +305,7 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _memory(node: fx.Node) -> fx.Node:
-    """Return the node that allocated the memory of a node's value: another node if the value is a view."""
+    """Return the node whose output owns the memory of `node`'s value, which may be a view of that output."""
     while True:
         returns = getattr(getattr(node.target, "_schema", None), "returns", ())
         if not any(r.alias_info for r in returns) and node.target is not operator.getitem:
@@ -316,7 +316,7 @@ def _memory(node: fx.Node) -> fx.Node:
 def _flops(node: fx.Node) -> int:
     if len(node.all_input_nodes) < 2 or not hasattr(node.target, "_schema"):
         return 0
-    # Operators that need the values of tensors fail on the meta device, and are not counted.
+    # Do not count operators that need the values of tensors: they fail on the meta device.
     with FlopCounterMode(display=False) as counter, suppress(RuntimeError, NotImplementedError):
         target: Any = node.target
         target(*map_arg(node.args, _on_meta), **map_arg(node.kwargs, _on_meta))

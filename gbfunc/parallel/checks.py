@@ -20,7 +20,7 @@ def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: 
     """Compare named tensors or texts between the ranks of an axis; all ranks of the axis must call.
 
     Raises:
-        ValueError: on every rank, if a rank differs from the first rank; the message has names and texts that differ.
+        ValueError: on every rank, if a rank differs from the first rank; the message says in which names and texts.
         CollectiveError: if a rank is missing.
     """
     ranks, names = mesh.axis(axis).ranks, sorted(named)
@@ -52,8 +52,8 @@ def text_of(options: Any) -> str:
     """Write options as JSON for `check_equal`; equal options give equal texts in all processes.
 
     Dataclasses, mappings, sequences, partial functions and styles of tensor parallelism are written with their content.
-    A tensor is written as its hash, a function as its name, and any other object as its class: the object's own text
-    may contain an address in memory or a device, which differ between ranks.
+    A tensor is written as its hash, a function as its name, and any other object as its class. `str` of an object may
+    contain an address in memory or a device, in which ranks may differ.
 
     >>> text_of({"clip_norm": 0.5, "amp": torch.bfloat16, "classes": [torch.nn.Linear]})
     '{"amp": "torch.bfloat16", "classes": ["torch.nn.modules.linear.Linear"], "clip_norm": 0.5}'

@@ -1,8 +1,8 @@
 """Differentiable collectives on rows of tensors. They raise `CollectiveError` if a rank is missing.
 
-A gather stacks the rows of all ranks. A reduce-scatter sums over ranks, and every rank gets some rows of the sum. The
+A gather stacks the rows of all ranks. A reduce-scatter sums over ranks; every rank gets its rows of the sum. The
 backward of a gather is a reduce-scatter, and vice versa, also in higher derivatives. Ranks may have different numbers
-of rows, also none: no padding is sent. One autograd node exchanges many tensors, so that all ranks use the same order.
+of rows, or none: no padding is sent. One autograd node exchanges many tensors, so that all ranks use the same order.
 
 On gloo, ranks exchange point-to-point messages, because gloo's reduce-scatter sends twice the bytes. Compiled graphs
 instead use gloo's all-to-all, which takes twice the time.
@@ -106,7 +106,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], exchange: _Exchange, *xs: Tensor) -> tuple[Any, Any]:
-        # The first dimension must stay the rows, so the dimension over which vmap runs becomes the second.
+        # Rows must be the first dimension, so the dimension over which vmap runs becomes the second.
         n, both = info.batch_size, zip(xs, in_dims[1:], strict=True)
         moved = [x.unsqueeze(1).expand(len(x), n, *x.shape[1:]) if d is None else x.movedim(d, 1) for x, d in both]
         return _Node.apply(exchange, *moved), (1,) * len(xs)
@@ -123,7 +123,7 @@ def _exchange(kind: Kind, mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis
 def all_gather(mesh: Mesh, xs: list[Tensor], sizes: list[Sizes], axis: AxisName = "gnets") -> list[Tensor]:
     """Gather the rows of all ranks of an axis, for each tensor: [this rank's rows, ...] -> [sum(sizes), ...].
 
-    `sizes` has the numbers of rows of all ranks, per tensor. Backward is a reduce-scatter: it sums the gradients of
+    `sizes` has the numbers of rows on all ranks, per tensor. Backward is a reduce-scatter: it sums the gradients of
     this rank's rows over the ranks, so all ranks must run backward.
     """
     return _exchange("gather", mesh, xs, sizes, axis)

@@ -1,4 +1,4 @@
-"""Counts a rank's operations, saved activations and sent bytes in a p-net's forward, per block, on the meta device.
+"""Counts what one rank computes, stores and sends in the forward of a p-net, per block, on the meta device.
 
 All layers run as in training, but a `DryWire` counts the bytes that tensor-parallel layers would send, and sends
 nothing. Cell 0 is before the first block, cell i is block i (counted from 1), the last cell is after the last block.
@@ -32,7 +32,7 @@ RunLoss = Callable[[Callable[..., Any], Any], Any]
 
 @dataclass
 class Cell:
-    """The costs of a cell (some layers) in the forward of one microbatch. Backward has twice the operations."""
+    """The costs of a cell (a block, or all layers before or after the blocks) in the forward of one microbatch."""
 
     flops: float = 0.0  # Multiplications and additions
     moved: float = 0.0  # Bytes that operations read and write
@@ -44,8 +44,8 @@ class Cell:
     largest: float = 0.0  # Bytes of the largest saved tensor
     weights: float = 0.0  # Bytes of generated weights or factors that are stored until the end of the step
     graph: float = 0.0  # Bytes that autograd saves when the stored weights are generated
-    transient: float = 0.0  # Bytes of weights that are generated again for each use, and of autograd's memory for them
-    passing: float = 0.0  # The largest summand of `transient`: bytes for one weight
+    transient: float = 0.0  # Bytes of weights that are generated again for each use, and that autograd saves for them
+    passing: float = 0.0  # Bytes of `transient` that belong to its largest weight
     generation: float = 0.0  # Operations to generate weights, in forward and backward
 
 
@@ -55,7 +55,7 @@ def total(cells: Iterable[Cell]) -> Cell:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Runs the fused operator of attention, because torch uses separate matrix products on the meta device."""
+    """Runs attention as one fused operator, as devices do. On the meta device, torch would run matrix products."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -72,7 +72,7 @@ class _Sent(torch.autograd.Function):
 
 
 class DryWire(Wire):
-    """A wire for meta tensors that sends nothing. It calls `sent` with the bytes in forward and in backward."""
+    """A `Wire` for meta tensors that sends nothing. It calls `sent` with the bytes in forward and in backward."""
 
     sent: Callable[[float, float], None]
 
@@ -108,7 +108,7 @@ class DryRun(TorchDispatchMode):
     """Runs one rank's part of a p-net's forward. A call with a microbatch returns the costs of every cell.
 
     `blocks` are the names of the blocks, in order. `tensor` splits the layers over ranks with a `DryWire`. The
-    attribute `forms` lists weights that stay factors. `shapes` has the shape of this rank's piece of a split weight.
+    attribute `forms` has the weights that stay factors, `shapes` the shape of this rank's piece of each split weight.
     """
 
     def __init__(

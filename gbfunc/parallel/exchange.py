@@ -1,4 +1,4 @@
-"""Exchanges between ranks in a training step: generated tiles, sums of gradients, and full states of the training.
+"""Exchanges between ranks in a training step: generated tiles, sums of gradients, and the state of the training.
 
 The loss is the mean over the global batch. A mean over ranks is `sum_i n_i x_i / sum_i n_i`, for rank i with n_i rows.
 """
@@ -21,21 +21,21 @@ from gbfunc.trees import GNET, flatten_tree, unflatten_tree
 from gbfunc.types import Factors, Params
 
 Entries = tuple[tuple[str, bool], ...]
-"""The path of every leaf of an aux, and whether the leaf is a number."""
+"""The path of every value in `aux`, the loss function's further results, and whether the value is a number."""
 
 
 class Gather(NamedTuple):
     """Gathers the tiles or factors that the ranks generate.
 
-    `counts` is False on a rank without a row of the batch. This rank computes the loss of a row of zeros, because all
-    ranks must run the collectives of backward. The rank's gradients are replaced by zeros, even if they are not finite.
+    `counts` is False on a rank that has no row of the batch. This rank computes the loss of a row of zeros, because all
+    ranks must run the collectives of backward. Zeros then replace the rank's gradients, which may be infinite.
     """
 
     layout: Layout
     counts: bool = True
 
     def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
-        """Return an empty stack of tiles or factors, connected to the leaves, so that backward runs the collectives."""
+        """Return 0 tiles or factors that depend on the leaves, so that this rank's backward runs the collectives."""
         anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
         rows, cols, *_ = e.dims
         if self.layout.as_factors(e):
@@ -56,8 +56,8 @@ class Gather(NamedTuple):
         if not self.counts:
             # Make the gradient exactly zero, but keep the graph, so that backward runs the collectives.
             found = [torch.where(x.new_zeros((), dtype=torch.bool), x, x.detach()) for x in found]
-        rest = iter(found)
-        return {name: Factors(next(rest), next(rest)) if len(xs) == 2 else next(rest) for name, xs in sent.items()}
+        each = iter(found)
+        return {name: Factors(next(each), next(each)) if len(xs) == 2 else next(each) for name, xs in sent.items()}
 
     def _sent(self, e: Ensemble, out: Tensor | Factors) -> list[Tensor]:
         as_factors = self.layout.as_factors(e)
@@ -95,7 +95,7 @@ def reduce_step(
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
         split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
-    # All ranks must compute the same norm, because the norm decides if a step is skipped: use one dtype on all ranks.
+    # All ranks must get the same norm, which decides whether a step is skipped. So they must use the same dtype.
     wide = any(g.dtype == torch.float64 for g in gradients.values())
     square = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=mesh.device)
     if mesh.axis("replicas").rank == 0:
@@ -134,7 +134,7 @@ def reduce_step(
 
 
 def decrease(before: Tensor, after: Tensor) -> Tensor:
-    """Return `before - after`, and 0 where both are equal, even if both are infinite."""
+    """Return `before - after`, and 0 where `before` and `after` are equal, even if they are infinite."""
     return torch.where(after == before, torch.zeros_like(before), before - after)
 
 
@@ -147,7 +147,7 @@ def _number(x: Any) -> Tensor | None:
 
 
 def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the sum of `weight` over all ranks, and for each tensor the mean over ranks, weighted by `weight`."""
+    """Return the sum of all ranks' weights, and for each tensor the mean over ranks with these weights."""
     if layout.mesh.world == 1:
         return weight, tensors
     # Send the weight in float32: with a float64 weight, all tensors would be sent in float64.
@@ -157,7 +157,7 @@ def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tupl
 
 
 def _wide(x: Tensor) -> Tensor:
-    # In half precision, the product of a number and `rows` could overflow, and would be rounded twice.
+    # In half precision, products with the number of rows could overflow, and would be rounded twice.
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -173,13 +173,13 @@ def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Ten
 
 
 def shard_state(layout: Layout, state: Any) -> Any:
-    """Return this rank's part of a full state. Split leaves and their optimizer state keep only this rank's rows."""
+    """Return this rank's part of a full state: only this rank's rows of split leaves and of their optimizer state."""
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state
     flat = flatten_tree(state)
     for name, leaf in _split_tensors(layout, flat).items():
-        # Copy the rows: a view would keep the memory of all rows.
+        # Copy the rows, because a view would keep the memory of all rows alive.
         flat[name] = flat[name][layout.split[leaf]].clone() if flat[name].ndim else flat[name]
     return unflatten_tree(flat, state)
 
@@ -195,7 +195,7 @@ def gather_state(layout: Layout, state: Any) -> Any:
     sizes = [n if flat[name].ndim else (1,) * len(n) for name, n in zip(split, tiles, strict=True)]
     pieces = [torch.atleast_1d(flat[name].detach()).to(layout.mesh.device) for name in split]
     for name, n_tiles, gathered in zip(split, tiles, all_gather(layout.mesh, pieces, sizes), strict=True):
-        # A scalar (the step of Adam) is equal for all rows. Take it from the first rank that has rows.
+        # A scalar (such as Adam's step) is the same on all ranks that have rows: take the first.
         x = flat[name]
         flat[name] = (gathered if x.ndim else gathered[next(r for r, n in enumerate(n_tiles) if n)]).to(x.device)
     return unflatten_tree(flat, state)

@@ -30,16 +30,16 @@ message of an operation after a timeout has no position."""
 
 
 class CollectiveError(ConnectionError):
-    """Raised if a collective fails or times out, because another rank died or is stuck. The mesh is then unusable."""
+    """Raised if a collective fails or times out because another rank died or hangs. The mesh is then unusable."""
 
 
 @contextmanager
 def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
-    """Return a context that converts errors of collectives to `CollectiveError`. Other errors are not changed."""
+    """Return a context that converts errors of collectives to `CollectiveError`, and lets other errors pass."""
     try:
         yield
     except RuntimeError as error:
-        # Convert only errors of gloo, nccl, or the store through which ranks connect.
+        # Convert only errors of gloo, of nccl, or of the store through which ranks find each other.
         if not (isinstance(error, dist.DistError) or _GLOO.search(str(error))):
             raise
         first = (str(error).splitlines() or [""])[0].split(". ")[0]
@@ -50,7 +50,7 @@ def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
 
 
 class Axis(NamedTuple):
-    """This rank's line of ranks along an axis: ranks that differ only in their position on the axis."""
+    """The ranks that communicate with this rank along an axis: only their position on this axis differs."""
 
     name: AxisName
     ranks: tuple[int, ...]  # Global ranks
@@ -108,7 +108,7 @@ class Mesh:
         ranks, key = next(tuple(line) for line in lines if self.rank in line), str(lines)
         if key not in groups:
             groups[key] = None
-            if _initialised() and len(ranks) > 1:  # Otherwise ranks do not exchange data along this axis
+            if _initialised() and len(ranks) > 1:  # Otherwise, nothing is sent along this axis
                 limit = timedelta(seconds=self.timeout)
                 world = len(ranks) == self.world
                 groups[key] = dist.group.WORLD if world else dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
@@ -125,7 +125,7 @@ class Mesh:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Return a context whose collectives `traffic` does not count, such as checks in the first step."""
+        """Return a context whose collectives are not counted in `traffic`, for checks outside of the usual step."""
         before = self.traffic.copy()
         try:
             yield
@@ -149,7 +149,7 @@ class Mesh:
         return batch if self.shards == 1 else split_rows(batch, self.shards)[self.shard]
 
     def barrier(self) -> None:
-        """Waits until all ranks call; raises `CollectiveError` after the timeout."""
+        """Wait until all ranks have called; raises `CollectiveError` after the timeout."""
         if self.world > 1:
             with self.failing("barrier"):
                 dist.barrier()

@@ -3,8 +3,8 @@
     rank 0    embedding, blocks 0 .. i - 1    -- activations -->    rank 1    blocks i .., norm, head, loss
 
 A rank has only the weights of its blocks. `gbfunc.parallel.chain` traces `loss_fn(net, batch)` as one graph and cuts
-the graph before every stage. A stage sends all values that later stages need, including integers and masks. The graph
-calls layers as modules, so that layers may use factors instead of dense weights.
+the graph before every stage. A stage sends all values that later stages need, including integers and masks. Layers
+stay modules in the graph, so that they may use factors instead of dense weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Stage(nn.Module):
 
     def forward(self, received: Tensor) -> Tensor:
         out = self.pipeline.call(self.index, received)
-        # Connect the output to the input: otherwise torch's zero-bubble schedule would not train the stage's tensors.
+        # Make the output depend on the input: otherwise torch's zero-bubble schedule would give no gradients here.
         return out + received[:0].sum().abs() if self.pipeline.order == "zbv" else out
 
 
 class Parcel:
-    """Packs all values for the next stage into one vector, which is sent at once. Integers and masks become bytes."""
+    """Packs all values for the next stage into one vector, which is one message. Integers and masks become bytes."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes, values = nodes, [node.meta["val"] for node in nodes]
@@ -68,7 +68,7 @@ class Parcel:
             if differentiable(like.dtype):
                 x = x.real if x.is_complex() and not like.is_complex() else x
                 x = x.reshape(like.shape).to(like.dtype)
-                # Make the gradient contiguous, because torch's zero-bubble schedule sends no other gradients.
+                # Torch's zero-bubble schedule can send only contiguous gradients.
                 x.register_hook(Tensor.contiguous)
             else:
                 x = x.detach().view(torch.uint8)[: like.nbytes].clone().view(like.dtype).reshape(like.shape)
@@ -86,13 +86,13 @@ class _Plan(NamedTuple):
 class Pipeline:
     """Splits a p-net over the pipeline axis of a mesh and sends microbatches through the stages.
 
-    `splits` names the first block of every stage except the first stage. If `splits` is None, stages get about equally
-    many operations. `adapt` installs tensor-parallel layers in a copy of the p-net.
+    `splits` names the first block of every stage except the first stage. If `splits` is None, stages get similar
+    numbers of operations. `adapt` installs tensor-parallel layers in a copy of the p-net.
     """
 
     names: frozenset[str]  # Names of the parameters that this rank needs, set by `prepare`
     absent: Params  # Parameters that this rank does not need, on the meta device
-    call: Callable[[int, Tensor], Tensor]  # (stage, received tensor) -> sent tensor, or the loss
+    call: Callable[[int, Tensor], Tensor]  # Maps a stage and the received tensor to the tensor to send, or the loss
     leaves: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -117,7 +117,7 @@ class Pipeline:
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
-        """Trace the loss of a microbatch, if its shapes are new. Layers get the training modes of `like`'s layers."""
+        """Trace the loss of a microbatch, if its shapes are new. Layers are in training mode if they are in `like`."""
         device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key
@@ -169,7 +169,7 @@ class Pipeline:
         return _Plan(chain, parcels, graphs, schedule)
 
     def compute(self, net: nn.Module, stage: int, microbatch: Any, received: Tensor) -> Any:
-        """Returns the tensor that a stage sends; for the last stage, the output of the loss function."""
+        """Run a stage. Return the tensor to send or, from the last stage, the output of the loss function."""
         chain, parcels, graphs, *_ = self._current
         graph, origins = graphs[stage]
         tensors = [x for _, x in tree_leaves(microbatch) if isinstance(x, Tensor)]
@@ -177,11 +177,11 @@ class Pipeline:
         values = fx.Interpreter(net, graph=graph).run(*(parcels[stage].unpack(received) if stage else ()), *inputs)
         if stage < self.stages - 1:
             return parcels[stage + 1].pack(values)
-        (leaves, structure), rest = chain.outputs, iter(values)
-        return tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], structure)
+        (leaves, structure), computed = chain.outputs, iter(values)
+        return tree_unflatten([next(computed) if isinstance(x, fx.Node) else x for x in leaves], structure)
 
     def run(self, call: Callable[[int, Tensor], Tensor], leaves: Params) -> dict[str, Tensor]:
-        """Run all microbatches; `call` computes a stage. Return the gradients of `leaves`, summed over microbatches."""
+        """Run `call(stage, received)` for all microbatches. Return the gradients of `leaves`, summed over them."""
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._current.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
@@ -196,7 +196,7 @@ class Pipeline:
                     "torch's zero-bubble schedule cannot divide the backward of a recurrent layer, or of a parameter "
                     "that several blocks of a stage use: take another pipeline= than 'zbv'"
                 ) from error
-            # Raise the error of the stage, which is the cause. Torch's own error only names the schedule.
+            # Raise the error of the stage, the cause: torch's own error says only which schedule failed.
             if error.__cause__ is None or isinstance(error, ConnectionError):
                 raise
             raise error.__cause__ from None

@@ -21,7 +21,7 @@ SCHEDULES: Mapping[str, str] = {
     "interleaved": "ScheduleInterleaved1F1B",
     "zbv": "ScheduleZBVZeroBubble",
 }
-"""The class of torch for every order.
+"""{name of an order: torch's class}
 
 Sources: Huang et al., 2019 (GPipe); Narayanan et al., 2019 (1F1B) and 2021 (interleaved); Qi et al., 2024 (zero-bubble
 in the shape of a V).
@@ -57,7 +57,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
     class Order(schedule_class(order)):
         def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
-            """Skip messages between ranks, which would take most of the time to compute."""
+            """Do not plan messages between ranks, which would take most of the time."""
 
     n = 2 * ranks
     about = {"num_stages": n, "group_size": ranks, "group_rank": 0, "submod": None}
@@ -71,7 +71,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """List a rank's states in a step. A state has, per stage, the number of microbatches with stored activations."""
+    """For each state of a rank in a step, return the number of microbatches with stored activations, per stage."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()

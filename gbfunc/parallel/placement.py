@@ -31,7 +31,7 @@ PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
 
 
 class Layout:
-    """The placement of a genome on a mesh. Ranks gather tiles ("sharded"), factors, or nothing ("replicated")."""
+    """The placement of a genome. In a step, ranks gather tiles ("sharded"), factors, or nothing ("replicated")."""
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
         self.plan, self.mesh = plan, mesh
@@ -73,7 +73,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
     for e in plan.ensembles:
         if e.leaves:
             sizes[e.name] = shares_of(e.n_tiles, gnets, turn)
-            # Ranks that get one more tile of this ensemble get one more tile of the next ensemble only if necessary.
+            # Give surplus tiles of the next ensemble to the ranks after those that got surplus tiles of this ensemble.
             turn = (turn + e.n_tiles) % gnets
     return sizes
 
@@ -81,7 +81,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
 def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Return the bytes that each rank sends: to gather tiles, and to sum their gradients. `names` selects ensembles."""
+    """Return the bytes that each rank sends (to gather tiles, to sum their gradients), for the ensembles `names`."""
     shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):
@@ -102,7 +102,7 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """Return the weights' dtype if tiles can be sent in this dtype and have fewer bytes then; otherwise None."""
+    """Return the weights' dtype if tiles can be sent in it, with fewer bytes than in the genome's dtype, or None."""
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
     if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:
@@ -131,7 +131,7 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
     flops = sum(map(flops_of, ensembles))
     if lazy and placement != "sharded":
         flops -= sum(map(products, ensembles))
-    ranks, shards = data * gnets, 1 if placement == "replicated" else gnets  # Number of shards of the tiles
+    ranks, shards = data * gnets, 1 if placement == "replicated" else gnets  # Number of shards of the g-nets
     factored = {e.name for e in ensembles if placement == "factors" and e.hypernet.factorised}
     sent = sum(e.n_tiles * _tile_bytes(plan, e, e.name in factored, item) for e in ensembles)
     multiplied = sum(products(e) for e in ensembles if e.name in factored and not lazy)

@@ -1,8 +1,8 @@
 """The planner: estimates the memory, the bytes sent and the time of a step for every layout of ranks.
 
-The time is a sum: operations / flops, bytes read and written / bandwidth, bytes sent / link, a constant per operator
-and per message, and the idle time of the pipeline. Backward has twice the operations of forward. No message is sent
-during a computation. `gbfunc.parallel.dry_run` measures the costs of every block.
+The time is the sum of operations / `flops`, bytes read and written / `bandwidth`, bytes sent / `link`, a constant per
+operator, a constant per message, and the idle time of the pipeline. Backward has twice the operations of forward.
+Computations and messages do not overlap. `gbfunc.parallel.dry_run` measures the costs of every block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DeviceSpec:
         bandwidth: bytes per second that a copy reads and writes.
         link: bytes per second that a rank sends to other ranks; the default is 10 Gbit/s.
         memory: bytes that a step may use.
-        latency: seconds per message without content.
+        latency: seconds that an empty message takes.
         overhead: seconds per call of an operator on an empty tensor.
     """
 
@@ -66,8 +66,8 @@ class LayoutPlan(NamedTuple):
     """A layout and its costs."""
 
     layout: RankLayout
-    memory: Mapping[str, float]  # Bytes by use, on the rank that needs most memory
-    sent: Mapping[str, float]  # The most bytes that a rank sends in a step, by axis
+    memory: Mapping[str, float]  # {use, such as "activations": bytes}, on the rank that needs most memory
+    sent: Mapping[str, float]  # {axis: the most bytes that a rank sends in a step}
     seconds: float  # Duration of a step
     bubble: float  # Fraction of the step in which ranks wait for another stage
 
@@ -83,7 +83,7 @@ class ParallelPlan(NamedTuple):
     device: DeviceSpec
     fits: tuple[LayoutPlan, ...]  # Layouts that fit into the memory, the fastest first
     refused: tuple[tuple[str, str], ...]  # Layouts that cannot run or do not fit: (layout, reason)
-    dense: Mapping[str, float]  # Bytes by use, on a rank that trains the dense p-net with FSDP and the same optimizer
+    dense: Mapping[str, float]  # {use: bytes} on a rank that trains the dense p-net with FSDP and the same optimizer
     dense_sent: float  # Bytes that a rank sends in a step with FSDP
 
     def report(self, most: int = 20) -> str:
@@ -138,7 +138,7 @@ def plan_parallel(
         device: speed and memory of a rank; the default is a few cores of a server.
         loss_fn: as in `make_train_step`. If None, the p-net is called with the batch, with the first entry of a tuple,
             or with the items of a mapping as keywords. The cost of the loss itself is then not counted.
-        parallel: styles of the layers, as in `make_train_step`; None: those of `tensor_styles`, if it knows the p-net.
+        parallel: styles of the layers, as in `make_train_step`; None: the styles from `tensor_styles`, if any.
         microbatches: number of microbatches of a step; None: the fastest number for each layout.
         lazy: as in `make_train_step`.
         optimizer_states: how many numbers the optimizer stores for each number of the genome (Adam: 2).
@@ -186,7 +186,7 @@ def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
         sent = (cell.sent + cell.sent_back) / device.link + cell.messages * device.latency
         compute.append(3 * work + sent)
         moved = 6 * (cell.weights + cell.transient)  # A step reads or writes each weight six times
-        repeats = 4 / 3 * m if layout.remat == "layer" else 1.0  # Forward, a third of the work, runs twice
+        repeats = 4 / 3 * m if layout.remat == "layer" else 1.0  # Forward runs twice, a third of the work
         generate.append(repeats * (cell.generation / device.flops + moved / device.bandwidth))
     busy = [m * sum(compute[s] for s in mine) + sum(generate[s] for s in mine) for mine in layout.stages]
     # `waits` is the idle time of a pipeline, in units of the busiest rank's time for one microbatch. `hops` is the time

@@ -23,8 +23,8 @@ from gbfunc.parallel.tensor import TensorParallel, resolve
 from gbfunc.plan import DTYPES, Plan
 from gbfunc.trees import n_rows, tree_map
 
-_TRACED_ROWS = 2  # Rows of the batch with which the p-net is traced; batch norms refuse a single row
-_SINES = 0.9  # Bytes that autograd saves for each byte of factors that periodic g-nets generate
+_TRACED_ROWS = 2  # Number of rows with which the p-net is traced; batch norms refuse a single row
+_SINES = 0.9  # Bytes that autograd saves per byte of the factors that periodic g-nets generate
 
 
 class RankLayout(NamedTuple):
@@ -71,13 +71,13 @@ class Model:
         for name in ("dry", "cells", "generated", "starts", "stages", "weights", "crossing", "genome", "why_not"):
             setattr(self, name, cache(getattr(self, name)))  # Many layouts need the same results
         self._styles = None if styles is None else resolve(pnet, styles)
-        try:  # The p-net may have a list of layers that run one after another
+        try:  # Find a list of layers that run one after another
             self.blocks = find_blocks(pnet, 2)
             self._chain = trace_chain(pnet, self.blocks, run, self._batch(_TRACED_ROWS))
-        except (RuntimeError, ValueError):  # There is no list, or the loss function calls parts of the p-net
+        except (RuntimeError, ValueError):  # There is no list, or the loss function calls modules inside the p-net
             self.blocks = ()
             self._chain = Chain((), {name: frozenset({-1}) for t in plan.tensors for name in (t.name, *t.aliases)})
-        # `_places` has the cells that use a parameter. Cell -1 of `Chain` is cell 0 here.
+        # {parameter: cells that use the parameter}. Cells count from 0 here, but from -1 in `Chain`.
         after = self._chain.places
         self._places = {t.name: frozenset(i + 1 for k in (t.name, *t.aliases) for i in after[k]) for t in plan.tensors}
         try:  # Run the p-net once, so that its errors are raised before the search.
@@ -124,7 +124,7 @@ class Model:
                 sizes = sizes | {"data": shards, "pipeline": pipeline}
                 for schedule in SCHEDULES if pipeline > 1 else (None,):
                     tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
-                    # Without a pipeline, sizes of microbatches may differ. Interleaved rounds have equal lengths.
+                    # Without a pipeline, microbatches may differ in size. Interleaved stages need equal rounds.
                     uneven = schedule is None and ranks > 1
                     numbers = [m for m in tried if pipeline <= m <= rows and (uneven or rows % m == 0)]
                     numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
@@ -161,7 +161,7 @@ class Model:
         return self.dry(tensor, factored)(self.run, self._batch(rows))
 
     def generated(self, tensor: int, factored: bool, remat: bool, gnets: int) -> dict[str, Cell]:
-        """Return what every generated parameter costs a rank if layers are split over `tensor` ranks, by name."""
+        """Return {generated parameter: its cost on a rank}, if layers are split over `tensor` ranks."""
         dry, plan, costs, flops = self.dry(tensor, factored), self.plan, dict[str, Cell](), dict[int, float]()
         for e in plan.ensembles:
             for span in e.spans:
@@ -194,16 +194,16 @@ class Model:
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
     def stages(self, n: int) -> list[frozenset[int]]:
-        """Return the cells of each of n stages. The first and last stage also have the cells outside of the blocks."""
+        """Return the cells of each of n stages. Layers before and after the blocks are in the first and last stage."""
         starts = [0, *(start + 1 for start in self.starts(n)[1:-1]), len(self.blocks) + 2]
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 
     def weights(self, used: frozenset[int], *options: Any) -> Cell:
-        """Return the total cost of parameters that the cells `used` need; `options` are arguments of `generated`."""
+        """Return the total cost of the parameters that the cells `used` need. `options` are passed to `generated`."""
         return total(cell for name, cell in self.generated(*options).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> tuple[dict[str, float], dict[str, float], list[Cell], float]:
-        """Return memory (by use) and traffic (by axis) of the busiest ranks, costs of stages, and largest message."""
+        """Return the most memory (by use) and traffic (by axis) of a rank, costs of stages, and the largest message."""
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))
@@ -234,7 +234,7 @@ class Model:
         return fullest, {axis: n for axis, n in sent.items() if n}, with_weights, max(hidden)
 
     def genome(self, gnets: int) -> tuple[float, float, float]:
-        """Return three counts of a rank's numbers: in split leaves, in other trained tensors, and in frozen tensors."""
+        """Count a rank's numbers in split leaves, in other trained tensors, and in frozen tensors."""
         split = replicated = 0.0
         for e in self.plan.ensembles:
             share = shares_of(e.n_tiles, gnets, 0)[0] / e.n_tiles

@@ -1,8 +1,8 @@
 """Predefined styles of tensor parallelism for known p-nets, and padding of a vocabulary for the number of ranks.
 
-Layers of queries, keys and values, and the first layers of MLPs, are column parallel, so that each rank has some
+Layers of queries, keys and values, and the first layers of MLPs, are column parallel, so that each rank has entire
 attention heads. Output layers of attention and the last layers of MLPs are row parallel. The embedding and the last
-layer are split over words (Shoeybi et al., 2019).
+layer are split over the words of the vocabulary (Shoeybi et al., 2019).
 """
 
 import copy

@@ -5,10 +5,10 @@
 
 (`ColwiseParallel` and `RowwiseParallel`; Shoeybi et al., 2019.) With factors `W = L R^T` of k columns, ranks sum the
 *thin* product: in a row-parallel layer `x_p R_p` [tokens, k], and in a column-parallel layer the gradient of `x R`.
-Ranks then send k numbers per token instead of the layer's width. Weights and their gradients are never sent: each rank
-computes a summand of the genome's gradient, and the summands are added over ranks.
+Then ranks send k numbers per token instead of as many as the layer is wide. Weights and their gradients are never sent:
+each rank computes a summand of the genome's gradient, and the summands are added over ranks.
 
-gbfunc computes linear layers and embeddings that keep torch's forward. Ranks may have pieces of different sizes. Torch
+gbfunc computes linear layers and embeddings, unless a subclass changes their forward. Pieces may differ in size. Torch
 computes all other layers and styles (`SequenceParallel`, `PrepareModuleInput`) with DTensors.
 """
 
@@ -40,7 +40,7 @@ Styles = Mapping[str, ParallelStyle]
 
 
 class PackedColwiseParallel(ColwiseParallel):
-    """Column parallelism for a layer with several equal parts of outputs (queries, keys, values): splits every part.
+    """Column parallelism for a layer whose outputs are several equal parts (queries, keys, values): splits each part.
 
     Args:
         parts: number of parts.
@@ -93,7 +93,7 @@ def _check_layer(name: str, module: Any, owners: Mapping[int, str]) -> None:
 class TensorParallel:
     """Splits the layers of a p-net over the tensor axis of a mesh, with the styles that `resolve` returns."""
 
-    local_rows: int | None = None  # Number of this rank's rows of the p-net's output; None if rows are not split
+    local_rows: int | None = None  # This rank's number of rows of the p-net's output; None if rows are not split
     by_class = False  # True if the last dimension of the p-net's output (classes) is split over ranks
 
     def __init__(
@@ -185,12 +185,12 @@ class TensorParallel:
                 )
             words = isinstance(layer, nn.Embedding)
             features = split.out if words or split.by_rows else split.into
-            # The output of an embedding that is split over words has the full width, so keep the shape.
+            # An embedding that is split over words returns rows of the full width, so its shape stays.
             if isinstance(features, Shard) and not (words and split.by_rows):
                 for key, dim in split.dims.items():
                     full = getattr(layer, key)
-                    part = full.new_empty(self._shape(full.shape, dim, split.sizes))
-                    setattr(layer, key, nn.Parameter(part, full.requires_grad))
+                    piece = full.new_empty(self._shape(full.shape, dim, split.sizes))
+                    setattr(layer, key, nn.Parameter(piece, full.requires_grad))
             if split.transposed:
                 layer.nf = layer.weight.shape[1]
 
@@ -237,7 +237,7 @@ class TensorParallel:
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return the context for backward: `loss_parallel` if the output's classes are split, otherwise no context."""
-        # Do not enter `loss_parallel` again if the caller's context is active: torch cannot nest the context.
+        # The caller may have entered `loss_parallel`, which torch cannot nest: do not enter again.
         handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
         active = torch.ops.aten._log_softmax.default in handlers
         return loss_parallel() if self.by_class and not active else nullcontext()
@@ -262,7 +262,7 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Make DTensors of pieces. If a gradient is equal on all ranks, divide by their number: ranks sum it later."""
+        """Make DTensors of pieces. Ranks later sum gradients, so divide by the number of ranks if they are equal."""
         placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, key = name.rpartition("_form.")
@@ -318,5 +318,5 @@ class _AsDTensor(torch.autograd.Function):
         if isinstance(ctx.placement, Shard) and found != ctx.placement:
             grad, found = grad.redistribute(placements=(ctx.placement,)), ctx.placement
         local = grad.to_local()
-        # Gradients are summed over ranks later. A replicated gradient is equal on all ranks, so divide it before.
+        # Ranks sum this gradient later. If it is replicated (equal on all ranks), divide by their number before.
         return (local / ctx.ranks if isinstance(found, Replicate) else local), None, None, None

@@ -27,7 +27,7 @@ class Split(NamedTuple):
     by_rows: bool  # True if rows of the matrix (outputs, or words of an embedding) are split; False for columns
     sizes: Sizes  # Number of rows or columns on every rank
     piece: Piece  # This rank's block of the matrix
-    dims: Mapping[str, int]  # The dimension along which a parameter is split, by the parameter's name
+    dims: Mapping[str, int]  # {name of a parameter: the dimension along which the parameter is split}
     into: Any  # Placement of an input, if the input is a plain tensor
     out: Any  # Placement of the output
     local: bool  # Whether the output is a plain tensor instead of a DTensor
@@ -54,7 +54,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     form = own.form
     if not isinstance(form, FactoredWeight):
         return own.linear(x, bias)
-    if own.formed is not None:  # Other code has read `layer.weight`: use the weight that was formed then
+    if own.formed is not None:  # Other code has read `layer.weight`, so the weight exists: use it
         weight = scale_gradient(own.formed, ranks)
         return F.linear(x, split.piece.of(weight.t() if form.transposed else weight), bias)
     cut = cut_piece(form.grid, split.piece)
@@ -65,7 +65,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the factors if products with them take less time (with `sent`, including messages); otherwise None."""
+    """Return the factors if they are faster than the weight, otherwise None. With `sent`, messages count, too."""
     own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
@@ -115,11 +115,11 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
         raise ValueError(f"expected {cols[1] - cols[0]} of {sum(split.sizes)} features here, got {tuple(x.shape)}")
     factors = _thin(layer, math.prod(x.shape[:-1]), rows, True)
     if factors is None:
-        part = _dense(layer, x, None)
+        summand = _dense(layer, x, None)
     else:
-        part = thin_product(x, scale_gradient(factors[1], wire.axis.size), cols)
-    y, at, sizes = _summed(split, part)
-    # If rows of the output are split, ranks have different summands of gradients of left factor and bias (`_by_rows`).
+        summand = thin_product(x, scale_gradient(factors[1], wire.axis.size), cols)
+    y, at, sizes = _summed(split, summand)
+    # If the output is split by rows, ranks have different summands of these two gradients, as in `_by_rows`.
     factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
     if factors is not None:
         y = from_thin(y, scale_gradient(factors[0], factor), ((0, rows),))
@@ -146,20 +146,20 @@ def _embedding(layer: Any, input: Tensor) -> Any:
     if padding is not None:
         # The row with the index `padding_idx` has no gradient.
         rows = torch.where((index == padding % sum(split.sizes)).unsqueeze(-1), rows.detach(), rows)
-    part = torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows))
-    return _outgoing(split, *_summed(split, part))
+    summand = torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows))
+    return _outgoing(split, *_summed(split, summand))
 
 
-def _summed(split: Split, part: Tensor) -> tuple[Tensor, Any, Sizes]:
+def _summed(split: Split, summand: Tensor) -> tuple[Tensor, Any, Sizes]:
     out, wire = split.out, split.wire
-    if isinstance(out, Shard) and out.dim % part.ndim != part.ndim - 1:
-        sizes = chunk_sizes(part.shape[out.dim], wire.axis.size)
-        return wire.move(part, "partial", "split", out.dim, sizes), out, sizes
-    return wire.move(part, "partial", "replicated"), Replicate(), ()
+    if isinstance(out, Shard) and out.dim % summand.ndim != summand.ndim - 1:
+        sizes = chunk_sizes(summand.shape[out.dim], wire.axis.size)
+        return wire.move(summand, "partial", "split", out.dim, sizes), out, sizes
+    return wire.move(summand, "partial", "replicated"), Replicate(), ()
 
 
 def _incoming(split: Split, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
-    """Return this rank's part of an input, its placement, and, if the input is split, the lengths on all ranks."""
+    """Return this rank's part of an input, and its placement. If the input is split, also return all ranks' lengths."""
     wire = split.wire
     if isinstance(input, DTensor):
         at = input.placements[0]

@@ -1,4 +1,4 @@
-"""The cases of `gbfunc bench`. A bench is a list of cases; a variant is one way to run a case's training step."""
+"""The cases of `gbfunc bench`. A case is a p-net and a batch; a variant is one way to run the training step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Case:
     name: str
     net: Callable[[], nn.Module]
     batch: Callable[[], Batch]  # Makes the batch on the CPU
-    variants: tuple[str, ...]  # Keys of `VARIANTS`. Times are also given relative to "dense" and to "naive"
+    variants: tuple[str, ...]  # Keys of `VARIANTS`. Results include ratios to the variants "dense" and "naive"
     periodic: dict[str, Any] | None = None  # Options of the plan for variants with periodic g-nets
     relu: dict[str, Any] | None = None  # Options of the plan for variants with ReLU g-nets, "naive" included
     generation: bool = False  # Measure only the generation of the weights, forward and backward
@@ -57,7 +57,7 @@ class Setting(NamedTuple):
 
     device: torch.device  # Device of the p-net and its batch
     threads: int  # Number of CPU threads
-    # Learning rate, too small to learn. A net that fits its only batch would have denormal gradients, which are slow.
+    # Learning rate, too small to learn. A net that fits its only batch has denormal gradients, which are slow.
     lr: float = 1e-8
 
 
@@ -187,7 +187,7 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
-    """Return a variant's step, its number of matrix weights, and the largest size of a g-net (0 if dense)."""
+    """Return a variant's step, the number of its matrices' weights, and the most features of a g-net (0 if dense)."""
     gnets, make = VARIANTS[variant]
     pnet, (x, target) = case.pnet().to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)
@@ -231,7 +231,7 @@ def _case(
 
 
 def mlp_case(sizes: Sequence[int], batch: int, variants: Sequence[str], *, name: str = "", **options: Any) -> Case:
-    """Build the case of training an MLP. By default, one periodic g-net generates an entire matrix."""
+    """Build the case of training an MLP. By default, one periodic g-net generates each matrix."""
     name = name or "mlp " + "-".join(map(str, sizes))
     return _case(
         name, partial(mlp, tuple(sizes), 0), partial(features, (batch, sizes[0]), sizes[-1]), variants, **options
@@ -278,7 +278,7 @@ BENCHES: Mapping[str, Mapping[str, Bench]] = {
 
 
 def choose(table: Mapping[str, T], names: Sequence[str] | None, option: str = "--cases") -> dict[str, T]:
-    """Return the entries of a table with these names, or all entries for None. Raise `ValueError` for unknown names."""
+    """Return the entries `names` of a table, or all entries for None; raises `ValueError` for unknown names."""
     if unknown := [name for name in names or () if name not in table]:
         raise ValueError(f"{option} must be some of {' '.join(table)}, got {' '.join(unknown)}")
     return {name: entry for name, entry in table.items() if not names or name in names}

@@ -1,4 +1,4 @@
-"""Measures step times and peak memory for the rows of `bench.json`, and the speed of a device for the planner."""
+"""Measures the times and the peak memory in `bench.json`, and a device's speed for `gbfunc plan`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def time_together(
     """Time functions in alternation, so that changes of the machine's speed affect all functions equally.
 
     First, each function is called three times (twice if two calls take 20 s), because a compiled function may compile
-    twice. Then each round times every function for about `visit` seconds, with 1 to 50 calls. If there are several
-    calls, one more call before them is not timed, and brings the function's data into the caches.
+    twice. Then each round times every function for about `visit` seconds, with 1 to 50 calls. Before several
+    calls, one more call is made without timing, which brings the function's data into the caches.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -86,9 +86,9 @@ def _kernels(step: Step) -> tuple[float, float]:
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
     """Return the peak memory in bytes of a variant's steps in a new process, or None if the memory does not suffice."""
-    # Use a fork server, which is small: a child of this process would start with the peak memory of this process.
+    # Use a fork server, whose memory is small: a child of this process would inherit its peak memory.
     context = multiprocessing.get_context("forkserver")
-    # Import the compiler only once, in the server. Otherwise, optimizers import it in each process.
+    # Import the compiler once, in the server. Otherwise optimizers would import it in each process.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
     with ProcessPoolExecutor(1, context) as pool:
         try:
@@ -105,7 +105,7 @@ def _variant_memory(case: Case, variant: str, setting: Setting) -> int:
 def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device) -> int:
     """Return the peak memory in bytes that the steps of a case add to this process, which must be new.
 
-    Run a step of a tiny case first, so that libraries and compilers are loaded.
+    First run a step of a tiny case, which loads libraries and compilers, so that their memory is not counted.
     """
     cuda = device.type == "cuda"
     with contextlib.suppress(OSError, AttributeError):  # A C library other than glibc
@@ -113,11 +113,11 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
         # later arrays of up to 32 MiB in its heap.
         ctypes.CDLL(None).mallopt(-3, 2**17)
     make(_tiny(case))()
-    gc.freeze()  # Exclude the libraries' million objects, whose collection would take longer than the steps.
+    gc.freeze()  # Do not collect the libraries' million objects, which would take longer than the steps.
     before = torch.cuda.max_memory_allocated(device) if cuda else peak_resident()
     step = make(case)
     gc.collect()
-    # Reset the peak. On systems that cannot reset it, the memory used to build the variant also counts.
+    # Reset the peak. On systems without a reset, the memory for building the variant is counted, too.
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -159,7 +159,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
     times = time_together({key: b[0] for key, b in built.items()}, setting.device, rounds=rounds, visit=visit)
     on_cuda = setting.device.type == "cuda"
     kernels = {key: _kernels(b[0]) if on_cuda else (None, None) for key, b in built.items()}
-    # Free the memory of the networks, so that other processes can use the memory in their measurements.
+    # Free the networks: the processes that measure memory need room.
     sizes = {key: b[1:] for key, b in built.items()}
     del built
     rows = []
@@ -186,7 +186,7 @@ def run_bench(bench: Bench, setting: Setting, *, rounds: int, visit: float, memo
 
 
 def over_runs(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """Merge the runs of a bench. Take medians of times and ratios, and all other values from the first run."""
+    """Merge the runs of a bench: medians of times and ratios, and the first run's values of everything else."""
     rows = []
     for same in zip(*runs, strict=True):
         timed = [k for k in ("step_ms", "ratio_to_dense", "ratio_to_naive") if same[0][k] is not None]
@@ -254,7 +254,7 @@ def _measure_link(mesh: Mesh) -> tuple[float, float]:
     seconds = []
     for n in (1, _SENT_BYTES // 4):
         x, times = torch.zeros(n, device=mesh.device), []
-        # All ranks must make the same number of calls, so the number is fixed and does not depend on times.
+        # All ranks must call equally often, so the number of calls must not depend on measured times.
         for _ in range(_ROUNDS + 1):
             mesh.barrier()
             start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Adapters of a pretrained p-net from the package `peft`, and training of some of the p-net's parameters.
 
 The file of an adapter has the trained tensors, including a linear classifier, and the names of the changed layers.
-Random projections are drawn from a seed, not stored. For each choice of layers, take the largest adapter that fits.
+Random projections are drawn from a seed, not stored. For each choice of layers, the largest fitting adapter is tried.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Linears(NamedTuple):
     """The linear layers of a network with equal blocks, such as `encoder.layer.3.output.dense` in block 3."""
 
     blocks: tuple[str, ...]  # Numbers of the blocks, in order
-    kinds: Mapping[str, tuple[int, int]]  # {name of a layer in its block: (number of outputs, number of inputs)}
+    kinds: Mapping[str, tuple[int, int]]  # {name of a layer inside a block: (number of outputs, number of inputs)}
 
     def named(self, *roles: str) -> Kinds:
-        """Return names of a block's layers by role, such as "query". () means all linear layers, "any" all layers."""
+        """Return the names of a block's layers by role, such as "query"; () for all linear layers, "any" for all."""
         if roles == ("any",):
             return (".*",)
         known = [_KINDS[role] for role in roles]
         return tuple(k for k in self.kinds if not known or any(re.fullmatch(pattern, k) for pattern in known))
 
     def last(self, n: int, kinds: Kinds) -> str:
-        """Return a pattern for the full names of those layers of the last `n` blocks whose names are in `kinds`."""
+        """Return a regular expression for the full names of the layers `kinds` in the last `n` blocks."""
         return rf".*\.({'|'.join(self.blocks[-n:])})\.({'|'.join(kinds)})"
 
 
@@ -101,7 +101,7 @@ class Adapted:
             _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """For each choice of layers, yield n and a function: it maps 1, ..., n to settings of ever larger adapters."""
+        """For each choice of layers, yield n and a function that maps 1, ..., n to settings of growing adapters."""
         linears = linears_of(net)
         blocks = len(linears.blocks)
 
@@ -114,7 +114,7 @@ class Adapted:
                 yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
 
     def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
-        """Yield pairs: the increasing sizes that an adapter of the layers `kinds` can have, and options for them."""
+        """Yield pairs for an adapter of the layers `kinds`: its possible sizes, in increasing order, and options."""
         yield self.sizes, {}
 
     def candidates(self, problem: Problem) -> list[Settings]:
@@ -146,7 +146,7 @@ class Adapted:
         return net.requires_grad_(False).eval()
 
     def length(self, net: nn.Module, settings: Settings, dtype: torch.dtype) -> int:
-        """Return the size of the file in bytes. `net` is on the meta device, where copies cost no time and memory."""
+        """Return the size of the file in bytes. `net` is on the meta device, where copies take no time or memory."""
         attached = self._attached(copy.deepcopy(net), settings, 0)
         return len(base.pack(base.blanks(self.state(attached)), dtype, {"adapter": settings}))
 
@@ -158,7 +158,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Part(Adapted):
-    """The method that trains the parameters whose names match `config`, where {} stands for the chosen layers."""
+    """Trains the parameters whose names match the regular expression `config`; {} stands for the chosen layers."""
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
         pattern = self.config.format(settings.get("target_modules"))
@@ -180,7 +180,7 @@ _RATES, _FRESH = (3e-3, 1e-2, 3e-2), {"save_projection": False}
 
 ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Part("(?!)", (1e-2, 3e-2, 1e-1)),
-    # Trains biases of queries, of queries and hidden units (nearly as good: E. Ben Zaken et al., 2022), or all biases
+    # Trains biases: of queries, of queries and hidden units (nearly as good: Ben Zaken et al., 2022), or all
     "bitfit": Part(r"{}\.bias", _RATES, (("query",), ("query", "up"), ("any",))),
     "lora": Adapted("LoraConfig", _RATES, size="r", sizes=(1, 2, 4, 8, 16, 32)),
     # Trains two vectors per layer, which scale random matrices. The matrices are drawn from a seed

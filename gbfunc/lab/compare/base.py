@@ -64,7 +64,7 @@ class Method(Protocol):
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train with one of the `candidates`. The bytes of the trained network must fit the problem's `budget`."""
+        """Train with settings from `candidates`. The bytes of the network must not exceed the problem's `budget`."""
         ...
 
     def load(self, data: bytes, task: Task) -> Net:
@@ -87,9 +87,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
-    """Write a file: a byte for the `dtype` of floats, the length of `about`, `about` as JSON, and all numbers.
+    """Write a file: a byte for the `dtype` of floats, the length of `about`, `about` in JSON, and all numbers.
 
-    The file has no names, shapes and integer dtypes of the tensors: `unpack` takes them from a newly built network.
+    Names, shapes and integer dtypes are not in the file: `unpack` takes them from a newly built network.
     """
     text = json.dumps(about, separators=(",", ":")).encode() if about else b""
     stored = (t.detach().to("cpu", dtype if t.is_floating_point() else t.dtype) for t in tensors.values())
@@ -98,7 +98,7 @@ def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None
 
 
 def unpack(data: bytes, like: TensorMap) -> Params:
-    """Read the tensors that `pack` wrote, with names and shapes of `like`. Floats are converted to float32."""
+    """Read the tensors that `pack` wrote, with the names and shapes of `like`, and floats as float32."""
     start = 3 + int.from_bytes(data[1:3], "little")
     dtypes = [FLOATS[data[0]] if t.is_floating_point() else t.dtype for t in like.values()]
     sizes = {name: t.numel() * dtype.itemsize for (name, t), dtype in zip(like.items(), dtypes, strict=True)}
@@ -135,7 +135,7 @@ def in_use(module: nn.Module) -> Params:
         state.pop(f"{name}.num_batches_tracked", None)
         scale = state[f"{name}.weight"] / (state.pop(f"{name}.running_var") + norm.eps).sqrt()
         state[f"{name}.bias"] = state[f"{name}.bias"] - scale * state.pop(f"{name}.running_mean")
-        # A new norm has a running variance of 1, and so divides by (1 + eps) ** 0.5.
+        # In the loaded network, the norm's running variance is 1: it divides by (1 + eps) ** 0.5, undone here.
         state[f"{name}.weight"] = scale * (1 + norm.eps) ** 0.5
     return state
 
@@ -155,7 +155,7 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
 
 
 def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
-    """Return {factor: p-net with scaled widths}. If the budget has a bit or more per parameter, add the factor 2."""
+    """Return {factor: p-net with scaled widths}; with factor 2, too, for budgets of a bit or more per parameter."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}
@@ -164,7 +164,7 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-net that fits, up to 4 times the old width. For MLPs, do so for 0, 1 and 2 hidden layers."""
+    """Find the widest p-net that fits, of at most 4 times the task's width; for MLPs, with 0, 1 and 2 hidden layers."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:
@@ -200,7 +200,7 @@ def of_nets(pnets: Iterable[PNet], task: Task, **axes: Any) -> list[Settings]:
 
 
 def blank(pnet: PNet) -> Params:
-    """Return zeros with the shapes of a p-net's tensors (see `in_use`), to measure the size of its file."""
+    """Return zeros with the shapes of a p-net's tensors (see `in_use`), from which `pack` finds the size of a file."""
     with torch.device("meta"):
         return blanks(in_use(pnet.make()))
 

@@ -20,7 +20,7 @@ from gbfunc.trees import GNET
 
 def plan_for(task: Task, hypernet: str, **target: Any) -> gb.Plan:
     try:
-        # Always plan with the seed 0: the file stores initial scales as text, and other scales may have more digits.
+        # Always plan with the seed 0, because the file stores initial scales as text, whose length depends on the seed.
         return task.plan(task.build(0), hypernet, **target)
     except ValueError as error:
         raise BudgetTooSmall(str(error)) from error
@@ -32,7 +32,7 @@ def reference_bytes(task: Task, size: int) -> int:
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Count the parameters of a periodic genome that fills a budget, if needed at half or a quarter of the width."""
+    """Count the parameters of a periodic genome that fills a budget. If none fits, try half and a quarter width."""
     make = task.pnet.scaled
     for pnet in (task.pnet, *(make(factor) for factor in (1 / 2, 1 / 4) if make)):
         with suppress(BudgetTooSmall):
@@ -52,8 +52,8 @@ class GenomeOf:
     def candidates(self, problem: Problem) -> list[Settings]:
         """Combine p-nets of several widths with learning rates.
 
-        If direct parameters take more than a third of the budget at full width, half the width is also tried. If they
-        do at half the width, a quarter is also tried. For large budgets (`of_widths`), twice the width is tried.
+        If direct parameters take more than a third of the budget at full width, half the width is also tried; if also
+        at half the width, a quarter. For large budgets (`of_widths`), twice the width is tried.
         Then the full width is left out if its genome has more than half as many parameters as the p-net.
         """
         found: list[Settings] = []
@@ -110,6 +110,6 @@ class GenomeOf:
 
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
         dtype, task = self.stored or problem.dtype, problem.task.with_pnet(base.pnet_about(about, problem.task))
-        # Metadata take the bytes of their JSON, and at most 48 bytes in addition.
+        # Metadata take at most 48 bytes more than their JSON.
         left = problem.budget - (48 + len(json.dumps(about)) if about else 0)
         return task, plan_for(task, self.hypernet, genome_bytes=left, stored=dtype)

@@ -26,7 +26,7 @@ class Choice(NamedTuple):
     steps: int  # Number of training steps
     settings: Settings | None  # The chosen settings, or None if no network fits the budget
     tried: list[Settings]  # Settings, training steps, bytes and validation metric of every training in the search
-    searched: int  # Total training steps of the search
+    searched: int  # Number of training steps in the search, summed over its trainings
     reason: str = ""  # Why no network fits; "" if one fits
 
 
@@ -96,7 +96,7 @@ def choose(name: str, method: Method, problem: Problem, most: int | None = None)
     except BudgetTooSmall as error:
         return Choice(*head, settings=None, tried=[], searched=0, reason=str(error))
     for share, passed, least in ((1 / 9, 1 / 3, 3), (1 / 3, 0.0, 2), (1.0, 0.0, 1)):
-        # Skip a round with at most `least` candidates, because the round would keep all candidates.
+        # Skip a round if at most `least` candidates are left, because the round would keep all of them.
         if len(left) > least:
             ranks = [rank(settings, max(1, math.ceil(share * problem.steps))) for settings in left]
             order = sorted(range(len(left)), key=ranks.__getitem__, reverse=True)
@@ -127,7 +127,7 @@ def run_missing(
     report: Callable[[str], None] = lambda line: None,
     most: int | None = None,
 ) -> Iterator[Results]:
-    """Run the searches for settings and the trainings that `results` lacks. After each one, yield all results."""
+    """Run the searches and trainings that `results` lacks. After each search and each training, yield all results."""
     for problem in problems:
         for name, method in methods.items():
             known, where = of_problem(results, problem, name), f"{name} at {problem.budget:,} bytes"
