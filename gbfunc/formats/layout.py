@@ -23,7 +23,7 @@ from gbfunc.untrusted import parse_json
 FORMAT = "gbfunc-genome-3"
 
 _FILES = files("gbfunc.formats")
-# JSON Schema (draft 7) of the document in a file. Python and the page in the browser apply its limits.
+# JSON Schema (draft 7) of the document in a file. Python and the page in the browser apply the schema's limits.
 SCHEMA: JSON = json.loads(_FILES.joinpath("schema.json").read_text("ascii"))
 LIMITS: dict[str, Any] = SCHEMA["limits"]
 

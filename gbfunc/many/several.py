@@ -63,7 +63,7 @@ def materialize_many(
 
     The first call with a new structure, new dtypes or new shapes of the inputs (apart from the number of rows) is
     checked: a few rows with different genomes run as a batch and one by one. If the outputs differ, the whole p-net
-    runs under `vmap`. If `vmap` fails or its outputs also differ, rows run one by one, with a warning.
+    runs under `vmap`. If `vmap` fails or also gives different outputs, rows run one by one, with a warning.
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: they may output zeros
     at the padded positions of `src_key_padding_mask`. This module has the outputs of the unfused layers there, too.

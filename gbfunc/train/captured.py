@@ -153,7 +153,7 @@ class CapturedTrainStep(TrainStep):
         self._graphs = self.of(super().__call__)
 
     def of(self, step: Step) -> Graphs:
-        """Make the graphs of another step function with the same optimizer, such as a population's."""
+        """Make the graphs of another step function with the same optimizer, such as the step of a population."""
         return Graphs(step, self.rates, self._options.cuda_graph == "auto")
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:

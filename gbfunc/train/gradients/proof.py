@@ -23,13 +23,13 @@ class Proof(NamedTuple):
 
     make_full_loss: Callable[[], GenomeLoss]  # makes the loss of the whole p-net
     local_gradients: GradientFn  # computes this rank's term of the gradient, as a training step does
-    step_loss: Callable[[], GenomeLoss | None]  # returns the loss of training steps, None if it is not built yet
+    step_loss: Callable[[], GenomeLoss | None]  # returns the loss of training steps, None before the first step
     take_rows: Callable[[Any], Any]  # selects a few rows of a batch
     axes: tuple[AxisName, ...]  # mesh axes along which the ranks' terms are summed
     advice: str  # for the error message: why results may differ, and what to do
 
     def compare(self, layout: Layout, inputs: StepInputs, trained: Params) -> None:
-        """Compare gradient and buffers over ranks with those on one rank. All ranks must call this method.
+        """Compare gradient and buffers over ranks with gradient and buffers on one rank. All ranks call this method.
 
         Raises ValueError on every rank if the results differ by more than rounding errors. If the cause may be dropout
         or other random numbers, compares again in evaluation mode.

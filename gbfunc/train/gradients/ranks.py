@@ -86,8 +86,8 @@ class RankObjective(Objective):
     def _check_batch(self, batch: Any, with_values: bool) -> None:
         """Check that ranks which need the same batch have equal shapes and, if `with_values`, equal values.
 
-        Shapes are checked in every training step: they determine the sizes of messages, and gloo aborts a process that
-        receives a message of an unexpected size.
+        Shapes are checked in every training step, because shapes determine the sizes of messages, and gloo aborts a
+        process that receives a message of an unexpected size.
         """
         mesh = self._layout.mesh
         axes: tuple[AxisName, ...] = ("pipeline",) if self.splits_inputs else ("pipeline", "tensor")
