@@ -1,9 +1,9 @@
-"""Ten garments as grey images of 28 x 28 pixels, drawn, not photographed: `--task garments:garments` from this folder.
+"""Draw garments of ten classes as grey images of 28 x 28 pixels: `--task garments:garments` from this folder.
 
-Each is a union of soft shapes in a frame of [-1, 1] across and down, which is moved, turned, stretched and, for every
-other image, mirrored; cloth has a brightness, stripes and a shade of its own, and pixels have noise. Shirts, pullovers
-and coats differ by sleeves, collars and buttons alone, as in Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017). The same
-images on every machine, up to rounding.
+An image is drawn in coordinates from -1 to 1. A garment is a union of shapes with soft edges. The garment is moved,
+turned, scaled and, with a probability of one half, mirrored. The cloth has a random brightness, random stripes and a
+random shade, and noise is added to the pixels. Shirts, pullovers and coats differ only in sleeves, collars and buttons,
+as in Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017). All machines draw the same images, up to rounding.
 
 Suffixes: N images, h rows, w columns.
 """
@@ -31,23 +31,23 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Canvas:
-    """Places of pixels in the frames of some images [N, h, w], and lengths that vary from image to image."""
+    """Coordinates of the pixels of some images [N, h, w], and methods that draw shapes with random lengths."""
 
     across: Array
     down: Array
     draws: np.random.RandomState
 
     def length(self, middle: float, part: float = 0.12) -> Array:
-        """A length [N, 1, 1], uniform within a part of its middle."""
+        """Draw a length per image [N, 1, 1], uniform between `middle * (1 - part)` and `middle * (1 + part)`."""
         n = len(self.across)
         return (middle * (1 + part * self.draws.uniform(-1, 1, (n, 1, 1)))).astype(np.float32)
 
     def soft(self, distance: Array) -> Array:
-        """From 0 to 1 where a distance to an edge, positive inside, is about 0."""
+        """Map the distance to an edge to a brightness from 0 (outside) to 1 (inside)."""
         return 1 / (1 + np.exp(-np.clip(25 * distance, -30, 30)))
 
     def trapezoid(self, top: float, bottom: float, wide_top: float, wide_bottom: float, middle: float = 0.0) -> Array:
-        """A shape whose half width goes from one value to another."""
+        """Draw a shape whose half width changes from `wide_top` to `wide_bottom`."""
         low, high = self.length(bottom, 0.1), top + self.length(0.06, 1.0)
         part = np.clip((self.down - high) / (low - high), 0, 1)
         half = self.length(wide_top) * (1 - part) + self.length(wide_bottom) * part
@@ -55,7 +55,7 @@ class Canvas:
         return self.soft(np.minimum(across, np.minimum(self.down - high, low - self.down)))
 
     def strip(self, start: tuple[float, float], end: tuple[float, float], half: float) -> Array:
-        """A thick line between two points, across and down, the end of which varies."""
+        """Draw a thick line from `start` to `end` (across, down). The end varies between images."""
         (a, b), c, d = start, self.length(end[0]), self.length(end[1], 0.1)
         along = ((self.across - a) * (c - a) + (self.down - b) * (d - b)) / ((c - a) ** 2 + (d - b) ** 2)
         along = np.clip(along, 0, 1)
@@ -63,12 +63,12 @@ class Canvas:
         return self.soft(self.length(half) - distance)
 
     def pair(self, start: tuple[float, float], end: tuple[float, float], half: float) -> Array:
-        """Two such lines, left and right."""
+        """Draw a strip and its mirror image."""
         mirrored = Canvas(np.abs(self.across), self.down, self.draws)
         return mirrored.strip(start, end, half)
 
     def sleeves(self, across: float, down: float, half: float = 0.15) -> Array:
-        """From the shoulders to there."""
+        """Draw two sleeves from the shoulders to (across, down)."""
         return self.pair((0.3, -0.55), (across, down), half)
 
 
@@ -81,7 +81,7 @@ def _without(shape: Array, hole: Array, part: float = 1.0) -> Array:
 
 
 def _drawn(label: int, c: Canvas) -> Array:
-    """Images [N, h, w] of a class, from 0 to 1."""
+    """Draw images [N, h, w] of a class, with values from 0 to 1."""
     torso = c.trapezoid(-0.75, 0.8, 0.4, 0.4)
     neck = c.strip((0.0, -0.8), (0.001, -0.72), 0.14)
     front = c.strip((0.0, -0.75), (0.001, 0.85), 0.035)
@@ -118,7 +118,7 @@ def _drawn(label: int, c: Canvas) -> Array:
 
 
 def draw(label: int, n: int, draws: np.random.RandomState) -> Array:
-    """Images [N, h, w] of a class, about 0 to 1."""
+    """Draw images [N, h, w] of a class with random positions, cloth and noise."""
 
     def varied(low: float, high: float) -> Array:
         return draws.uniform(low, high, (n, 1, 1)).astype(np.float32)
@@ -138,7 +138,7 @@ def draw(label: int, n: int, draws: np.random.RandomState) -> Array:
 
 
 def _split(n: int, seed: int) -> Split:
-    """As many images of each class."""
+    """Draw a split with the same number of images for each class."""
     draws = np.random.RandomState(seed)
     labels = np.repeat(np.arange(10), n // 10)
     images = np.concatenate([draw(label, n // 10, draws) for label in range(10)])
@@ -147,7 +147,9 @@ def _split(n: int, seed: int) -> Split:
 
 
 def garments(data_dir: Path | None = None, *, images: int = 20_000) -> Task:
-    """The task with so many images to train on, a tenth as many to validate and a quarter to test; it needs no data."""
+    """Return the task with `images` training images, a tenth as many validation images and a quarter as many test
+    images.
+    """
     del data_dir
     train, val, test = (_split(n, seed) for seed, n in enumerate((images, images // 10, images // 4)))
     mean, std = train.x.mean(), train.x.std()

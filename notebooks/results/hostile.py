@@ -1,9 +1,10 @@
-"""One hostile client among four: `python notebooks/results/hostile.py`, a table of some ten minutes on one thread.
+"""Train with one hostile client among four: `python notebooks/results/hostile.py` prints a table in some ten minutes.
 
-For each kind of hostile client and each strategy: the test accuracy after 10 rounds on the digits, and the mean
-distance of the genome from those of the three honest clients alone, in mean distances between the latter. All pairs of
-runs of different seeds count; figures are means and standard deviations. The row of an honest fourth client shows what
-one more client changes.
+The script uses one thread. For each kind of hostile client and each strategy, the table has the test accuracy after 10
+rounds on the digits, and how far the hostile client moves the genome. This distance is the mean distance between the
+genome of the four clients and the genomes of the three honest clients alone. It is divided by the mean distance between
+two genomes of the three honest clients. Distances are between runs with different seeds. The table gives means and
+standard deviations. In the row "honest", the fourth client is honest: this row shows the effect of one more client.
 """
 
 import io
@@ -16,14 +17,14 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as strategies
 
-# Without torch: Flower imports a client's app for every message.
+# This file does not import torch at its top, because Flower imports a client's app for every message.
 App = Callable[[Message, Context], Message]
 ARRAYS, METRICS, EXAMPLES, NUMBERS = "arrays", "metrics", "num-examples", "genome"
 NODES = {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes": 2}
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "FedAvgM": lambda: strategies.FedAvgM(**NODES, server_momentum=0.5),
     "FedMedian": lambda: strategies.FedMedian(**NODES),
-    # Trims one reply of three, and one of four, at each end.
+    # Remove the smallest and the largest of three or four values of each number.
     "FedTrimmedAvg": lambda: strategies.FedTrimmedAvg(**NODES, beta=0.34),
 }
 
@@ -55,7 +56,7 @@ def _without_loss(metrics: dict[str, Any]) -> dict[str, Any]:
     return {k: x for k, x in metrics.items() if k != "loss"}
 
 
-# What a hostile client replies instead of its genome [P], and instead of its metrics.
+# Replies of a hostile client instead of its genome [P] (`ARRAYS_OF`) and instead of its metrics (`METRICS_OF`).
 ARRAYS_OF: dict[str, Callable[[np.ndarray, np.ndarray], Array]] = {
     "an empty array": lambda sent, x: Array(x[:0]),
     "an npz": lambda sent, x: _bytes(_archive(genome=x)),
@@ -76,11 +77,11 @@ METRICS_OF: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 REPLAY = "the reply of the first round, again"
 KINDS = (*ARRAYS_OF, *METRICS_OF, REPLAY)
 REDUCED = ("1e30 in the genome", "10^18 examples", "4 times the change, reversed")
-"""Replies that are used, some with a smaller change or weight; others are left out."""
+"""Replies that the server uses, some with a smaller update or weight. The server leaves out all other replies."""
 
 
 def hostile(app: App, kind: str, partition_id: int) -> App:
-    """Make an app whose client of one partition is hostile and otherwise as `app`'s, for messages in float32."""
+    """Return an app in which the client of one partition is hostile. Messages are in float32."""
 
     def answer(message: Message, context: Context) -> Message:
         sent = np.array(message.content.array_records[ARRAYS][NUMBERS].numpy())
@@ -150,7 +151,7 @@ def _rows(rounds: int = 10, clients: int = 4, seeds: int = 6) -> Iterator[str]:
         for name, three in alone.items():
             hostile_kind = kind if kind in KINDS else None
             runs, first = three, three[0] if kind == "none" else run(name, clients, 0, hostile_kind)
-            # A client that is left out in every round leaves the run of the three as it is.
+            # If the hostile client is left out in every round, the result equals that of the three honest clients.
             if not np.array_equal(first[0], three[0][0]):
                 runs = [first, *(run(name, clients, seed, hostile_kind) for seed in range(1, seeds))]
             accuracy, distance = [100 * r[1] for r in runs], distances(runs, three)

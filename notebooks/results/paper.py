@@ -1,9 +1,9 @@
-"""The experiments of the genomic bottleneck (Shuvaev, Lachi, Koulakov and Zador, PNAS 2024), one command each.
+"""Repeat the experiments of the genomic bottleneck (Shuvaev, Lachi, Koulakov and Zador, PNAS 2024).
 
-Run `python notebooks/results/paper.py EXPERIMENT`, such as `mnist`. Each command prints its table with the paper's
-figures beside those of this machine, and draws its figure, `OUT/EXPERIMENT.png`; `OUT/EXPERIMENT.json` has the numbers.
-A command that is started again goes on where it was interrupted, bit for bit, and experiments share trainings in `OUT`.
-`paper.md` has the results.
+Run `python notebooks/results/paper.py EXPERIMENT`, such as `mnist`. Each command prints a table with the paper's
+figures and the figures of this machine, and writes a figure (`OUT/EXPERIMENT.png`) and the numbers
+(`OUT/EXPERIMENT.json`). An interrupted command continues when it is started again, with bit-identical results. If two
+experiments need the same training, the training in `OUT` is used again. `paper.md` has the results.
 """
 
 import argparse
@@ -21,7 +21,7 @@ MODULE = "notebooks.results.paper_images"
 
 
 class Experiment(NamedTuple):
-    """Where an experiment is, and what it needs."""
+    """The module of an experiment, and the data and packages that the experiment needs."""
 
     about: str
     data: tuple[str, ...] = ()  # folders of --data-dir
@@ -32,27 +32,27 @@ class Experiment(NamedTuple):
 EXPERIMENTS = {
     "mnist": Experiment("accuracy at birth at 322x, 470x and 1,038x", ("mnist",)),
     "shuffle": Experiment("grown, shuffled and naive networks learn", ("mnist",)),
-    "birth": Experiment("learning from birth on, at three sizes of genome", ("mnist",)),
-    "garments": Experiment("born for MNIST, taught drawn garments", ("mnist",)),
-    "weights": Experiment("filters, spectra and a map of grown and learned weights", ("mnist",)),
+    "birth": Experiment("learning after birth, with genomes of three sizes", ("mnist",)),
+    "garments": Experiment("a network grown for MNIST learns drawn garments", ("mnist",)),
+    "weights": Experiment("first layers of grown and naive networks: filters, spectra and a map", ("mnist",)),
     "cifar": Experiment("accuracy at birth at 92x, 146x and 361x", ("cifar10_full",)),
-    "transfer": Experiment("from CIFAR-10 to CIFAR-100, by layers", ("cifar10", "cifar100")),
+    "transfer": Experiment("from CIFAR-10 to CIFAR-100, with all or the first layers", ("cifar10", "cifar100")),
     "halves": Experiment("from five classes of CIFAR-10 to the other five", ("cifar10",)),
 }
 
 
 class Setting(NamedTuple):
-    """Options of a command; None is for the experiment's own value."""
+    """Options of a command. None means the default of the experiment."""
 
     experiment: str
     seeds: tuple[int, ...]
     out: Path
     data_dir: Path
-    quick: bool  # a minute or two, to see that all works
-    epochs: int | None  # of a genome's training, or of the training of weights before a transfer
+    quick: bool  # one seed, few images and epochs: a trial of a minute or two
+    epochs: int | None  # epochs of a genome's training, or of the training of weights before a transfer
     learning: int | None  # epochs of learning after birth
     width: int | None  # channels of the convolutional p-net
-    images: int | None  # of CIFAR to train on
+    images: int | None  # training images of CIFAR
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None = None) -> Setting:
-    """Read the arguments; raises ValueError or ImportError, in one line, for those that cannot work."""
+    """Read the arguments. Raises ValueError or ImportError in one line for arguments or packages that cannot work."""
     rows = [f"  {name:<10} {experiment.about}" for name, experiment in EXPERIMENTS.items()]
     parser = Parser(
         description=__doc__, epilog="\n".join(["experiments:", *rows]), usage="paper.py EXPERIMENT [OPTIONS]"
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None = None) -> Setting:
         ("epochs", "epochs of a genome's training"),
         ("learning", "epochs of learning after birth"),
         ("width", "channels of the first convolutions"),
-        ("images", "images of CIFAR to train on"),
+        ("images", "training images of CIFAR"),
     ):
         parser.add_argument(f"--{name}", type=int, help=words)
     options = parser.parse_args(argv)
@@ -102,7 +102,7 @@ def parse(argv: Sequence[str] | None = None) -> Setting:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one experiment; returns the exit code: 0, 2 after an error of the user, 128 + signal if interrupted."""
+    """Run one experiment. Return the exit code: 0, 2 after an error of the user, or 128 + signal if interrupted."""
     try:
         setting = parse(argv)
         from gbfunc.cli import Stopped

@@ -1,6 +1,6 @@
-"""The experiments of `paper.py` on images: a function each, which prints a table and draws a figure.
+"""The experiments of `paper.py` on images. Each public function without a result prints a table and draws a figure.
 
-Suffixes: N networks, P weights of one, R rows and C columns of a weight.
+Suffixes: N networks, P weights of a network, R rows and C columns of a weight.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from notebooks.results.paper import Setting
 
 MNIST = {322: (1_973, 94.0), 470: (1_353, 91.0), 1_038: (613, 79.0)}
-"""By compression: the most numbers of a genome, and the accuracy (%) at birth in the paper."""
+"""By compression: the largest number of a genome's parameters, and the accuracy (%) at birth in the paper."""
 
 CIFAR = {92: 76.0, 146: 72.0, 361: 56.0}
 """By compression: the accuracy (%) at birth in the paper."""
 
 SMALLEST, OTHER = 613, 1_000
-"""The genome whose network is shuffled and carried over; and what keeps seeds of naive starts apart from others."""
+"""Largest size of the genome for shuffling and garments; a number added to the seeds of naive networks."""
 
 GROWN, SHUFFLED, NAIVE, CARRIED = "grown", "shuffled", "naive", "weights carried over"
 SCALED = "naive in the grown deviations"
@@ -60,7 +60,7 @@ MNIST_RATES, CIFAR_RATES = (1.0, 0.3, 0.1), (0.1, 0.03)
 
 
 def few(task: Task, images: int | None, tests: int | None = None) -> Task:
-    """A task with its first images alone."""
+    """Return a task with only the first images."""
     train, val, test = (
         Split(x.x[:n], x.y[:n]) for x, n in ((task.train, images), (task.val, tests), (task.test, tests))
     )
@@ -79,13 +79,13 @@ def cifar_task(setting: Setting, width: int, folder: str = "cifar10") -> Task:
 
 
 def recipe_of(task: Task, size: float, epochs: int, name: str) -> Recipe:
-    """The task's recipe with so many epochs, measured at the end; convolutions in bfloat16."""
+    """Return the task's recipe with `epochs`, one validation at the end, and bfloat16 for convolutional nets."""
     recipe = replace(task.recipe(size), epochs=epochs, amp=None if name == "mlp" else torch.bfloat16)
     return replace(recipe, measure_every=total_steps(task, recipe))
 
 
 def grown(setting: Setting, task: Task, seed: int, epochs: int, **size: Any) -> tuple[gb.Plan, nn.Module]:
-    """The network of a genome that is trained for a task."""
+    """Train a genome for a task. Return the plan and the network that the genome generates."""
     pnet = task.build(seed)
     plan = task.plan(pnet, **size)
     recipe = recipe_of(task, plan.genome_params, epochs, task.pnet.name)
@@ -94,7 +94,7 @@ def grown(setting: Setting, task: Task, seed: int, epochs: int, **size: Any) -> 
 
 
 def trained(setting: Setting, task: Task, seed: int, epochs: int) -> nn.Module:
-    """A network whose weights are trained for a task, for as long as a genome."""
+    """Train the weights of a network for a task, for as many epochs as a genome."""
     net = task.build(seed)
     numbers = sum(p.numel() for p in net.parameters())
     recipe = recipe_of(task, numbers, epochs, task.pnet.name)
@@ -103,7 +103,7 @@ def trained(setting: Setting, task: Task, seed: int, epochs: int) -> nn.Module:
 
 
 def mnist(setting: Setting) -> None:
-    """Accuracy at birth on MNIST, 784-800-10."""
+    """Measure the accuracy at birth on MNIST with the p-net 784-800-10."""
     epochs = setting.epochs or (2 if setting.quick else 30)
     task = mnist_task(setting)
     sizes = [(ratio, {"genome_params": most}, paper) for ratio, (most, paper) in MNIST.items()]
@@ -111,10 +111,10 @@ def mnist(setting: Setting) -> None:
 
 
 def cifar(setting: Setting) -> None:
-    """Accuracy at birth on CIFAR-10, the all-convolutional net, one p-net for all sizes."""
+    """Measure the accuracy at birth on CIFAR-10 with the all-convolutional net, at three compressions."""
     epochs = setting.epochs or (1 if setting.quick else 12)
     task = cifar_task(setting, setting.width or (16 if setting.quick else 96), "cifar10_full")
-    # Narrow nets have no genome at 361x: biases, norms and the smallest g-nets are a part of them.
+    # For narrow nets, no genome is 361 times smaller, because biases, norms and the smallest g-nets take too much.
     ratios = CIFAR if not setting.quick and (setting.width or 96) >= 64 else {10: None, 15: None}
     sizes = [(ratio, {"compression": float(ratio)}, paper) for ratio, paper in ratios.items()]
     _at_birth(setting, task, sizes, epochs)
@@ -148,7 +148,7 @@ def _at_birth(setting: Setting, task: Task, sizes: Sequence[tuple[int, Any, floa
 
 @torch.no_grad()
 def scaled(net: nn.Module, like: nn.Module) -> nn.Module:
-    """A network with each weight multiplied to the standard deviation of another network's weight."""
+    """Scale each weight matrix of a network to the standard deviation of the matrix of another network."""
     for mine, theirs in zip(net.parameters(), like.parameters(), strict=True):
         if mine.ndim > 1:
             mine.mul_(theirs.std() / mine.std())
@@ -156,7 +156,7 @@ def scaled(net: nn.Module, like: nn.Module) -> nn.Module:
 
 
 def shuffle(setting: Setting) -> None:
-    """Grown weights, the same permuted inside each matrix, and naive ones learn MNIST."""
+    """Train grown, shuffled, naive and scaled naive weights on MNIST. Weights are shuffled inside each matrix."""
     task, recipe, epochs = _mnist_learning(setting)
     size = {"genome_params": SMALLEST}
 
@@ -195,7 +195,7 @@ def _mnist_learning(setting: Setting) -> tuple[Task, Recipe, int]:
 
 
 def birth(setting: Setting) -> None:
-    """Learning curves from birth on, at three sizes of genome: is a grown network a head start, or a faster learner?"""
+    """Compare learning curves after birth for genomes of three sizes: a head start, or faster learning?"""
     task, recipe, epochs = _mnist_learning(setting)
 
     def born(most: int) -> Callable[[int], nn.Module]:
@@ -213,7 +213,7 @@ def birth(setting: Setting) -> None:
         at = [life.at(0) for life in of]
         reached = [life.epochs_until(goal) for life in of]
         ahead = [one.epochs_until(life.at(0)) for one, life in zip(naive, of, strict=True)]
-        # The curves coincide when shifted if this difference is about 0.
+        # If this difference is about 0, the shifted curves coincide.
         later = [a + b - c.epochs_until(goal) for a, b, c in zip(reached, ahead, naive, strict=True)]
         last = shown([life.at(math.inf) for life in of])
         epochs_of = [shown(values, 2, "") for values in (reached, ahead, later)]
@@ -237,7 +237,7 @@ def birth(setting: Setting) -> None:
 
 
 def garments(setting: Setting) -> None:
-    """A network that is born for MNIST learns drawn garments."""
+    """Train a network that is grown for MNIST on drawn garments."""
     source, _, epochs = _mnist_learning(setting)
     genome_epochs = setting.epochs or (2 if setting.quick else 30)
     task = replace(drawn_garments(images=2_560 if setting.quick else 20_000), pnet=source.pnet)
@@ -258,7 +258,9 @@ def garments(setting: Setting) -> None:
 
 
 def _transferred(setting: Setting, found: Any, claims: dict[str, str], title: str) -> None:
-    """Print epochs until the naive start's final accuracy, and halfway to it from chance."""
+    """Print the epochs until the naive network's final accuracy, and until half of the way from chance to this
+    accuracy.
+    """
     naive, rows = found[NAIVE], []
     final = [100 * life.rows[-1]["test"] for life in naive]
     half = sum(life.at(0) + final[0] for life in naive) / len(naive) / 2
@@ -276,7 +278,7 @@ def _transferred(setting: Setting, found: Any, claims: dict[str, str], title: st
 
 
 def cifar100_task(setting: Setting, width: int) -> Task:
-    """CIFAR-100's part: 18,000 images to train on, 2,000 to validate, 5,000 to test."""
+    """Return a part of CIFAR-100: 18,000 training images, 2,000 validation images and 5,000 test images."""
     learned, tested = load_cifar(setting.data_dir / "cifar100", "cifar100", 100)
     interface = Interface((3, 32, 32), 100)
     (learn, val, test), *_ = image_splits(learned, (2_000,), tested, by_channel=True)
@@ -285,7 +287,9 @@ def cifar100_task(setting: Setting, width: int) -> Task:
 
 
 def transfer(setting: Setting) -> None:
-    """From CIFAR-10 to CIFAR-100: naive, weights carried over, genome, layers 1 to k of the genome's network."""
+    """Train on CIFAR-100 from naive weights, from weights of CIFAR-10, and from all or the first k layers of a grown
+    network.
+    """
     width = setting.width or (8 if setting.quick else 16)
     source, target = cifar_task(setting, width), cifar100_task(setting, width)
     depths = (1, 4)
@@ -330,7 +334,7 @@ def _carried(
 
 
 def halves(setting: Setting) -> None:
-    """From five classes of CIFAR-10 to the other five, both ways."""
+    """Train on five classes of CIFAR-10 with weights for the other five classes, and the reverse."""
     width = setting.width or (8 if setting.quick else 16)
     whole = cifar_task(setting, width)
     interface = Interface(whole.interface.inputs, 5)
@@ -349,7 +353,7 @@ def halves(setting: Setting) -> None:
 
 
 def weights(setting: Setting) -> None:
-    """First-layer weights of grown and naive networks while they learn: a map, spectra and filters."""
+    """Compare first layers of grown and naive networks during training: a map, singular values and filters."""
     task, recipe, epochs = _mnist_learning(setting)
     genome_epochs = setting.epochs or (2 if setting.quick else 30)
     starts = {

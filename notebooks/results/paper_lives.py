@@ -1,9 +1,9 @@
-"""Trainings of `paper.py`: genomes, and networks that learn from birth on. Each goes on where it was interrupted.
+"""Trainings of `paper.py`: of genomes, and of networks after birth. Interrupted trainings continue when run again.
 
-A network without a genome is trained as a plan in which every parameter is direct, so that one loop with one kind of
-checkpoint serves both.
+A network without a genome is trained with a plan in which every parameter is direct. Therefore one training loop and
+one kind of checkpoint are enough for both.
 
-Suffixes: N networks, P weights of one, R rows and C columns of a weight.
+Suffixes: N networks, P weights of a network, R rows and C columns of a weight.
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ from gbfunc.tasks.training import fit as fit_task
 from gbfunc.tasks.training import genome_trainer, total_steps
 
 Rows = list[dict[str, float]]
-"""`step`, `epoch`, `validation` and `test` accuracy (0 to 1), from birth on."""
+"""Measurements from birth on: `step`, `epoch`, and accuracies (0 to 1) on `validation` and `test` images."""
 
 FIRST = (1, 10, 100)
-"""Steps after birth at which a network is measured, beside birth and every epoch, unless others are given."""
+"""Steps after birth at which a network is measured by default, in addition to birth and the end of every epoch."""
 
 
 class Life(NamedTuple):
-    """A network that learned from birth on."""
+    """The training of a network after birth: measurements, learning rate and the trained network."""
 
     rows: Rows
     rate: float
     net: nn.Module
 
     def at(self, step: float) -> float:
-        """Test accuracy (%) after the last measurement up to a step."""
+        """Return the test accuracy (%) of the last measurement at or before a step."""
         return 100 * [row["test"] for row in self.rows if row["step"] <= step][-1]
 
     def epochs_until(self, accuracy: float) -> float:
-        """Epochs until a test accuracy (%), between measurements by a straight line; infinity for never."""
+        """Return the epochs until a test accuracy (%), interpolated linearly between measurements; infinity if not
+        reached.
+        """
         before = None
         for row in self.rows:
             if (reached := 100 * row["test"]) >= accuracy:
@@ -66,7 +68,7 @@ class Life(NamedTuple):
 
 
 def with_test(task: Task) -> Task:
-    """A task whose validations also measure the test images, which choose nothing."""
+    """Return a task whose validations also measure the accuracy on test images. No choice depends on this accuracy."""
     both = lambda net, _: {"accuracy": accuracy(net, task.val), "test": accuracy(net, task.test)}  # noqa: E731
     return replace(task, evaluate=both)
 
@@ -80,7 +82,9 @@ def train(
     seed: int,
     on_validation: Callable[[Any, Rows], None] = lambda state, history: None,
 ) -> tuple[nn.Module, Rows]:
-    """Train a genome, or go on, or read what was trained: the grown network and the rows of its validations."""
+    """Train a genome, continue its training, or read the finished training. Return the grown network and the
+    validations.
+    """
     trainer = genome_trainer(plan, pnet, task, recipe, seed)
     assert trainer.train_step is not None
     settings = {"task": task.name, "images": len(task.train), "seed": seed, "batch_size": recipe.batch_size}
@@ -103,7 +107,7 @@ def train(
 def train_weights(
     folder: Path, start: nn.Module, task: Task, recipe: Recipe, seed: int, **options: Any
 ) -> tuple[nn.Module, Rows]:
-    """Train the weights of a network itself, at the recipe's `dense_lr`; `start` is not changed."""
+    """Train a copy of a network without a genome, at the recipe's `dense_lr`."""
     net = copy.deepcopy(start).train()
     weights = replace(recipe, lr=recipe.dense_lr, direct_lr=None)
     return train(folder, gb.make_plan(net, exclude=[""]), net, task, weights, seed, **options)
@@ -120,9 +124,9 @@ def live(
     first: Sequence[int] = FIRST,
     **options: Any,
 ) -> Life:
-    """Let a network learn at a constant rate on unchanged images, measured from birth on.
+    """Train a copy of `start` at a constant rate on unchanged images, and measure it from birth on.
 
-    Of `rates`, parts of the recipe's `dense_lr`, the one with the best mean of all validations is taken.
+    `rates` are parts of the recipe's `dense_lr`. The rate with the best mean of all validations is chosen.
     """
     both, a_pass = with_test(task), steps_per_epoch(task.train, recipe.batch_size)
     marks = tuple(sorted({*first, *range(a_pass, epochs * a_pass, a_pass)} - {0}))
@@ -150,7 +154,10 @@ def lives(
     rates: Sequence[float],
     first: Sequence[int] = FIRST,
 ) -> dict[str, list[Life]]:
-    """Let several starts learn, one life per seed. The first seed chooses the rate of a start for all seeds."""
+    """Train networks with several kinds of initial weights, one training per seed.
+
+    For each kind of initial weights, the learning rate is chosen with the first seed and used for all seeds.
+    """
     found: dict[str, list[Life]] = {}
     for name, start in starts.items():
         found[name], chosen = [], rates
@@ -163,7 +170,9 @@ def lives(
 
 
 def shown(values: Iterable[float], digits: int = 2, unit: str = " %") -> str:
-    """Mean and standard deviation over seeds; infinity counts as never reached."""
+    """Format the mean and standard deviation over seeds. An infinite value means that a training never reached the
+    goal.
+    """
     values = [*values]
     if any(map(math.isinf, values)):
         return f"not in {sum(map(math.isinf, values))} of {len(values)}" if len(values) > 1 else "never"
@@ -174,7 +183,7 @@ def shown(values: Iterable[float], digits: int = 2, unit: str = " %") -> str:
 def report(
     out: Path, name: str, columns: Sequence[str], rows: Sequence[Sequence[str]], figure: Figure, data: Any
 ) -> None:
-    """Print a table in Markdown, and write the numbers and the figure."""
+    """Print a table in Markdown, and write the numbers and the figure to files."""
     for row in (columns, ["---"] * len(columns), *rows):
         print(f"| {' | '.join(row)} |")
     out.mkdir(parents=True, exist_ok=True)
@@ -184,12 +193,12 @@ def report(
 
 
 def as_data(found: Mapping[str, Sequence[Life]]) -> dict[str, Any]:
-    """Write lives as JSON: rate and rows of each."""
+    """Return the learning rate and the measurements of each training, as data for JSON."""
     return {name: [{"rate": life.rate, "rows": life.rows} for life in of] for name, of in found.items()}
 
 
 def axes_of(columns: int = 1, height: float = 3.6) -> tuple[Figure, list[Axes]]:
-    """A figure of some plots in a row."""
+    """Make a figure with some plots in a row."""
     figure = Figure(figsize=(0.6 + 4.4 * columns, height), layout="constrained")
     (row,) = figure.subplots(1, columns, squeeze=False)
     for axes in row:
@@ -199,7 +208,7 @@ def axes_of(columns: int = 1, height: float = 3.6) -> tuple[Figure, list[Axes]]:
 
 
 def draw_lives(axes: Axes, found: Mapping[str, Sequence[Life]], title: str = "", *, log: bool = True) -> None:
-    """Draw test accuracy from birth on: the mean over seeds, and a band of one deviation."""
+    """Draw the test accuracy after birth: the mean over seeds, and a band of one standard deviation."""
     for i, (name, of) in enumerate(found.items()):
         test = 100 * torch.tensor([[row["test"] for row in life.rows] for life in of], dtype=torch.float64)
         mean, std = test.mean(0), test.std(0, correction=int(len(of) > 1))
@@ -215,7 +224,9 @@ def draw_lives(axes: Axes, found: Mapping[str, Sequence[Life]], title: str = "",
 
 
 def classical_mds(points_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Multidimensional scaling of Euclidean distances (Torgerson): coordinates [N, N], and the share of each axis."""
+    """Scale points by classical multidimensional scaling (Torgerson). Return coordinates [N, N] and the share of each
+    axis.
+    """
     centred_NP = (points_NP - points_NP.mean(0)).double()
     values, vectors = torch.linalg.eigh(centred_NP @ centred_NP.T)
     values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
@@ -223,19 +234,21 @@ def classical_mds(points_NP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_by(weight_RC: Tensor) -> Tensor:
-    """Second moments of the rows [C * C], of norm 1: what a layer reads, whatever the order and scale of its units."""
+    """Return $W^T W$ [C * C], scaled to norm 1. The result depends neither on the order of the units nor on the scale
+    of $W$.
+    """
     moments_CC = weight_RC.T @ weight_RC
     return (moments_CC / moments_CC.norm()).flatten()
 
 
 def dimension(weight_RC: Tensor) -> float:
-    """Participation ratio of the squared singular values: how many directions share the weights."""
+    """Return the participation ratio of the squared singular values, a measure of the dimension of the row space."""
     squares = torch.linalg.svdvals(weight_RC.double()).square()
     return float(squares.sum().square() / squares.square().sum())
 
 
 def smoothness(weight_RC: Tensor) -> float:
-    """Correlation of the weights of neighbouring pixels in a row of a square image."""
+    """Return the correlation of the weights of neighbouring pixels in the rows of a square image."""
     side = math.isqrt(weight_RC.shape[1])
     images = weight_RC.reshape(len(weight_RC), side, side)
     pairs = torch.stack([images[:, :, 1:].flatten(), images[:, :, :-1].flatten()])

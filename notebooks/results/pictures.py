@@ -1,6 +1,6 @@
 """Draw the first picture of each page of results from `points.json`: `python notebooks/results/pictures.py`.
 
-The pictures have no background, and colours of middle lightness, so that they can be read on light and dark pages.
+The pictures have no background and use colours of middle lightness, so that they are readable on light and dark pages.
 """
 
 import json
@@ -17,13 +17,13 @@ MARKERS = "so^Dv<>"
 
 
 def size(x: float, _: int) -> str:
-    """`1500` -> `1.5 kB`."""
+    """Format a number of bytes: `1500` becomes `1.5 kB`."""
     power = 0 if x < 1000 else 1 if x < 1e6 else 2
     return f"{x / 1000**power:g} {('B', 'kB', 'MB')[power]}"
 
 
 def draw(axes: Axes, about: dict[str, Any]) -> None:
-    """Draw all series of a picture; lines of the library's own genomes are thick."""
+    """Draw all series of a picture. The lines of gbfunc's genomes are thicker than the other lines."""
     counts = {True: 0, False: 0}
     for series in about["series"]:
         own = series.get("own", False)

@@ -1,7 +1,7 @@
-"""Steps of many genomes in one call, or one after another: `python notebooks/results/population.py --threads 1`.
+"""Measure steps of 16 genomes together and one by one: `python notebooks/results/population.py --threads 1`.
 
-Prints a row per batch and step of an MLP 784-256-256-64-10 with 16 features: the time and the ratio to the dense step.
-On a GPU (`--device cuda`), 256 genomes in one captured step are measured as well.
+Prints a row per batch size and step, for an MLP 784-256-256-64-10 with 16 features: the time, and the ratio to the
+dense step. On a GPU (`--device cuda`), a step of 256 genomes as a CUDA graph is measured as well.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from gbfunc.lab.bench.report import time_together
 
 
 def population_step(setup: Setup, *, together: bool, n: int = 16, cuda_graph: bool = False) -> Step:
-    """Build a step that trains n genomes."""
+    """Build a step that trains n genomes together, or one by one."""
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=setup.setting.lr)
     train_step = gb.make_train_step(setup.plan, setup.pnet, loss_fn, optimizer, donate=True, cuda_graph=cuda_graph)
     many = gb.population(train_step, n)

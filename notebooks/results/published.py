@@ -1,6 +1,6 @@
-"""Published networks in few bytes, for the figure of `rivals.py`: accuracy on the test split, as papers report it.
+"""Published networks of few bytes, for the figure of `rivals.py`: test accuracies that papers report.
 
-None was run here, and data, training and what counts as a byte are the authors'.
+No network was run here. Data, training and the way of counting bytes are those of the papers.
 """
 
 from __future__ import annotations
@@ -32,4 +32,4 @@ PUBLISHED: Mapping[str, Mapping[str, tuple[tuple[int, float], ...]]] = {
         "entropy-penalised reparametrisation, ResNet-20-4 (arXiv 1906.06624)": ((128_000, 91.2),),
     },
 }
-"""Bytes and test accuracy in % by task and label; each read in its source unless the label says otherwise."""
+"""Bytes and test accuracy in %, by task and label. The source is the cited paper unless the label says otherwise."""

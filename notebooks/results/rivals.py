@@ -1,21 +1,26 @@
-"""`gbfunc compare` with more rivals: `python notebooks/results/rivals.py --task mnist --methods seeded_networks ...`.
+"""Run `gbfunc compare` with more methods: `python notebooks/results/rivals.py --task mnist --methods pruned ...`.
 
-random_subspace: weights move in a random subspace (`subspace.py`).
-int8, int4, pruned: smaller nets, trained for their rounding and entropy-coded (`coded.py`).
-low_rank: every matrix is a product of two thin ones (T. N. Sainath et al., 2013), in a net as wide as fits.
-seeded_networks: `theta = sum_k z_k theta_k`, with theta_k drawn from the seed (PRANC: P. Nooralinejad et al., 2023);
-where all would take too much memory, weights are cut into chunks, each with its part of the numbers.
-seeded_factors: the factors of a low-rank net, combined in the same way (NOLA: S. Koohpayegani et al., 2024).
-nnc: a smaller net in Neural Network Coding (ISO/IEC 15938-17) by the package `nncodec` of its authors (D. Becking et
-al., 2023): weights after an ordinary training, a trellis, DeepCABAC, with the finest steps whose file fits.
+The methods that this script adds:
 
-With --pretrained also these adapters of the package `peft`:
-fourierft: so many frequencies a layer. unilora: one vector for the factors of all layers, of rank 4. tinylora: one
-vector for all layers, no longer than its projection; the paper's rank, and one with room for longer vectors. The base
-gives its singular vectors, which are not counted.
+- random_subspace: weights in a random subspace (`subspace.py`)
+- int8, int4, pruned: smaller nets that are trained with rounded weights and entropy-coded (`coded.py`)
+- low_rank: each matrix is a product of two thin matrices (T. N. Sainath et al., 2013), in a net as wide as fits
+- seeded_networks: weights `theta = sum_k z_k theta_k` with trained z, and theta_k drawn from the seed (PRANC: P.
+  Nooralinejad et al., 2023). If all theta_k would take too much memory, the weights are divided into chunks, and each
+  chunk has a part of z.
+- seeded_factors: the factors of a low-rank net, combined in the same way (NOLA: S. Koohpayegani et al., 2024)
+- nnc: a smaller net in Neural Network Coding (ISO/IEC 15938-17) by the package `nncodec` (D. Becking et al., 2023),
+  trained without rounding, and quantized with the finest quantization steps whose file fits
+
+With `--pretrained`, the script adds these adapters of the package `peft`:
+
+- fourierft: some frequencies per layer
+- unilora: one vector generates the factors of all layers, of rank 4
+- tinylora: one vector for all layers, no longer than its projection, with rank 2 (as in the paper) or 8. The
+  projections contain singular vectors of the base, which are not counted.
 
 `subspace_net` and `low_rank_net` are p-nets: `gbfunc federated --dense --pnet notebooks.results.rivals:low_rank_net`.
-Suffixes: B chunks of n entries and k numbers.
+Suffixes: B chunks of n weights and k numbers.
 """
 
 import math
@@ -53,10 +58,10 @@ RATES, LAST_SEED, MOST_NUMBERS = (1e-2, 3e-2, 1e-1), 9_999, 2**26
 
 
 class Form(NamedTuple):
-    """How a p-net's parameters are given."""
+    """A parametrization of a p-net's weights."""
 
-    leaves: Params  # what is trained, as it is at first
-    weights: Callable[[Params], Params]  # from them to every parameter
+    leaves: Params  # initial values of the trained tensors
+    weights: Callable[[Params], Params]  # computes all parameters of the p-net from the leaves
 
 
 def is_drawn(t: Tensor) -> bool:
@@ -64,7 +69,10 @@ def is_drawn(t: Tensor) -> bool:
 
 
 def seeded_networks(first: Params, d: int, seed: int) -> Form:
-    """A combination of d random networks; tensors whose entries are all alike at first stay near that."""
+    """Make weights that are a combination of d random networks.
+
+    A tensor whose initial entries are all equal, such as a bias, is its initial value plus a small random combination.
+    """
     sizes = [t.numel() for t in first.values()]
     units = [float(t.std()) if is_drawn(t) else 0.1 for t in first.values()]
     n_chunks = max(1, math.ceil(d * sum(sizes) / MOST_NUMBERS))
@@ -82,7 +90,10 @@ def seeded_networks(first: Params, d: int, seed: int) -> Form:
 
 
 def low_rank(first: Params, rank: int, seed: int) -> Form:
-    """Matrices as products of two of this rank, of the same deviation; one smaller than its factors stays itself."""
+    """Replace matrices by products of two factors of this rank, with the standard deviation of the matrix.
+
+    A matrix that is smaller than its factors is kept.
+    """
     generator, leaves = torch.Generator().manual_seed(seed), Params()
     for name, t in first.items():
         rows, cols = (len(t), t.numel() // max(len(t), 1)) if t.ndim > 1 else (0, 0)
@@ -103,16 +114,16 @@ def low_rank(first: Params, rank: int, seed: int) -> Form:
 
 
 class FormNet(nn.Module):
-    """A p-net whose weights are of a form.
+    """A p-net whose weights are computed from the leaves of a form.
 
-    Its leaves are parameters, with `_` for dots in their names; vectors have a first dimension of 1, as codes are for
-    matrices.
+    The leaves are the parameters of the module, with `_` instead of dots in their names. A vector is stored with a
+    first dimension of 1, because codes on the wire are for matrices.
     """
 
     def __init__(self, pnet: nn.Module, form: Form) -> None:
         super().__init__()
         call, self.shapes = PureNet(pnet), {name: leaf.shape for name, leaf in form.leaves.items()}
-        # Functions, of which copies of this module do not make others.
+        # These are functions, because copies of the module share functions.
         self.weights, self.call = form.weights, lambda weights, buffers, x: call(weights, buffers, x)
         for name, leaf in form.leaves.items():
             self.register_parameter(name.replace(".", "_"), nn.Parameter(torch.atleast_2d(leaf).clone()))
@@ -133,23 +144,23 @@ def first_of(pnet: nn.Module) -> Params:
 
 
 def subspace_net(numbers: int = 1_994, seed: int = 0, sizes: tuple[int, ...] = (784, 200, 200, 10)) -> nn.Module:
-    """An MLP in a random subspace of so many numbers."""
+    """Make an MLP whose weights are in a random subspace of `numbers` dimensions."""
     weights = Subspace(pnet := mlp(tuple(sizes), seed), numbers, seed)
     return FormNet(pnet, Form({"z": torch.zeros(numbers)}, lambda leaves: weights(leaves["z"])))
 
 
 def low_rank_net(rank: int = 1, seed: int = 0, sizes: tuple[int, ...] = (784, 200, 200, 10)) -> nn.Module:
-    """An MLP whose matrices are products of two of this rank."""
+    """Make an MLP whose matrices are products of two factors of this rank."""
     pnet = mlp(tuple(sizes), seed)
     return FormNet(pnet, low_rank(first_of(pnet), rank, seed))
 
 
 @dataclass(frozen=True)
 class Formed:
-    """The leaves of a form, beside the p-net's buffers and the seed of what is drawn."""
+    """A method that stores the leaves of a form, the p-net's buffers and the seed of random numbers."""
 
-    ranks: tuple[int, ...]  # of the factors; 0 is the matrices themselves
-    seeded: bool  # whether numbers give the factors, which are otherwise trained
+    ranks: tuple[int, ...]  # ranks of the factors; 0 means no factors
+    seeded: bool  # whether the factors are combinations of random factors; otherwise the factors are trained
 
     def candidates(self, problem: Problem) -> list[Settings]:
         task, found = problem.task, []
@@ -166,7 +177,7 @@ class Formed:
                     found += base.grid(d=(d,), rank=(rank,), lr=RATES)
                 continue
             pnet = widest(task, lambda p, r=rank: fits(low_rank(blank(p), r, 0).leaves, p, r))
-            # Without a matrix that is larger than its factors the net is a dense one.
+            # If no matrix is larger than its factors, the net is a smaller dense net, which is another method.
             if pnet and len(low_rank(state := blank(pnet), rank, 0).leaves) > len(state):
                 found += base.of_nets([pnet], task, rank=(rank,), lr=RATES)
         if not found:
@@ -209,7 +220,7 @@ class Formed:
 
 
 def widest(task: Task, fits: Callable[[PNet], bool]) -> PNet | None:
-    """Find the widest p-net that fits, at most as wide as the task's; None if none fits."""
+    """Find the widest p-net that fits and is at most as wide as the task's p-net. Return None if none fits."""
     if (make := task.pnet.scaled) is None:
         return task.pnet if fits(task.pnet) else None
     factor = base.largest(lambda n: fits(make(n / 256)), 256)
@@ -222,13 +233,13 @@ def blank(pnet: PNet) -> Params:
 
 
 def outer(pnet: nn.Module, rank: int, seed: int) -> Form:
-    """From what is trained or drawn to the p-net's tensors."""
+    """Return the form from factors to the p-net's weights. With rank 0, the weights themselves are the leaves."""
     first = first_of(pnet)
     return low_rank(first, rank, seed) if rank else Form(first, lambda leaves: leaves)
 
 
 FINEST, COARSEST = -75, 12
-"""Quantisation parameters: steps of 2^(qp / 4), about, from the package's own for what is no weight."""
+"""Range of the quantization parameter qp. A quantization step is about 2^(qp / 4)."""
 
 
 def nncodec() -> Any:
@@ -237,12 +248,14 @@ def nncodec() -> Any:
 
 @dataclass(frozen=True)
 class Coded(Dense):
-    """The weights of the net in the standard's bitstream."""
+    """A net in the bitstream of Neural Network Coding."""
 
     rates = (1e-3, 3e-3, 1e-2, 3e-2)
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Depths, each as wide as fits if a number takes so many bits and a tensor 20 bytes; learning rates."""
+        """Return nets of each depth that fit if a number takes 6, 4 or 2.5 bits and a tensor 20 bytes, with learning
+        rates.
+        """
         nncodec()
         nets: list[PNet] = []
         for bits in (6.0, 4.0, 2.5):
@@ -273,10 +286,10 @@ class Coded(Dense):
 
 
 def encode_nnc(state: Params, qp: int) -> bytes:
-    """A bitstream of all tensors, named by their places; `qp` sets their step."""
+    """Encode all tensors in one bitstream, named by their positions. `qp` sets the quantization step."""
     parts = {str(i): x.detach().float().numpy() for i, x in enumerate(state.values())}
     with tempfile.TemporaryDirectory() as folder:
-        # It writes a file in any case.
+        # The package always writes a file.
         options = {"qp": qp, "nonweight_qp": qp, "row_skipping": True, "return_bitstream": True}
         return bytes(nncodec().compress(parts, str(Path(folder) / "net.nnc"), **options))
 
@@ -302,7 +315,7 @@ class UniLora(Adapted):
 class TinyLora(Adapted):
     def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
         for rank in (2, 8):
-            # Projections grow with the vector, the layers and the square of the rank.
+            # Limit the vector: projections grow with its length, the number of layers and the square of the rank.
             yield range(1, min(len(linears.blocks) * len(kinds) * rank**2, 2_304) + 1), {"r": rank}
 
     def state(self, net: nn.Module) -> Params:
@@ -333,7 +346,7 @@ tradeoff_figure = command.tradeoff_figure
 
 
 def with_published(known: Any, metric: Any, levels: Any) -> Figure:
-    """The figure of the command with published networks, hollow and without a line."""
+    """Draw the figure of `gbfunc compare` and add published networks as hollow points."""
     figure = tradeoff_figure(known, metric, levels)
     task = next(row.task for parts in known.values() for part in parts for row in part.rows)
     (axes,), drawn = figure.axes, []
@@ -347,7 +360,7 @@ def with_published(known: Any, metric: Any, levels: Any) -> Figure:
 
 
 if __name__ == "__main__":
-    # It needs a package of its own, and is run where it is named.
+    # The method nnc needs the package nncodec, so it is only run if it is named.
     known = {name: method for name, method in RIVALS.items() if name != "nnc" or name in sys.argv}
     compare.METHODS, command.tradeoff_figure = {**compare.METHODS, **known}, with_published
     compare.PRETRAINED_METHODS = {**compare.PRETRAINED_METHODS, **ADAPTERS}

@@ -1,6 +1,6 @@
-"""Steps of an MLP 2048-2048-2048-10 that are each saved, beside plain ones: `python notebooks/results/saving.py`.
+"""Measure steps of an MLP 2048-2048-2048-10 with and without a save after each: `python notebooks/results/saving.py`.
 
-Each save is written while the next step runs. Rows are for genomes of 81,418 parameters (103x) and of 1,041,610.
+A save is written while the next step runs. The rows are for genomes of 81,418 parameters (103x) and of 1,041,610.
 """
 
 import json

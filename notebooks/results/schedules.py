@@ -1,11 +1,12 @@
-"""A discrete-event simulator of training steps: when ranks compute, what they store, and how long they wait.
+"""Simulate training steps of many ranks: when ranks compute, what they store, and how long they wait.
 
-Run `python notebooks/results/schedules.py`. The script prints steps and memory of the puzzles.
+Run `python notebooks/results/schedules.py`. The script prints the steps and the memory of eight puzzles.
 
-The rules and the first eight schedules come from S. Rush's LLM Training Puzzles (2023). The schedules keep some entries
-as long as the published solutions do. Ranks wait for each other in collectives and for messages only. A collective
-starts when the last of its ranks arrives. An entry is stored from the end of the event that makes the entry to the end
-of the last event that reads it. Memory is the sum of the stored entries when an event starts.
+The rules and the schedules of the puzzles come from S. Rush's LLM Training Puzzles (2023). An *event* is a computation,
+a collective, a send or a receive of a rank. An *entry* is a tensor that a rank stores. Ranks wait for each other only
+in collectives and for messages. A collective starts when the last of its ranks arrives. An entry is stored from the end
+of the event that makes the entry to the end of the last event that reads it. Some entries are kept longer, as in the
+published solutions. The memory of a rank is the sum of the stored entries when an event starts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded"
 
 
 class Action(NamedTuple):
-    """Forward (F), backward (B), or its halves: gradients of the inputs (I) and of the weights (W) of a stage."""
+    """A forward (F) or backward (B) of a stage, or half of a backward: gradients of the inputs (I) or of the weights
+    (W).
+    """
 
     op: str
     stage: int
@@ -33,14 +36,14 @@ class Action(NamedTuple):
 
 
 def pipeline_order(order: PipelineOrder, rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """The actions of a rank, in order.
+    """Return the actions of a rank, in order.
 
     Raises:
-        ValueError: for sizes that the order does not have, or a schedule that this torch lacks.
+        ValueError: for sizes that the order does not support, or an order that this version of torch does not have.
     """
     if order in ("interleaved", "zbv"):
         return [Action(*action) for action in torch_orders(order, ranks, microbatches)[rank]]
-    # Written out, since old torch does not report them: first forwards, then a forward and a backward in turn.
+    # Old versions of torch do not report these two orders. Forwards come first, then forwards and backwards alternate.
     forwards, backwards = ([Action(op, rank, i) for i in range(microbatches)] for op in ("F", "B"))
     warm_up = microbatches if order == "gpipe" else min(microbatches, ranks - 1 - rank)
     turns = (action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair)
@@ -59,21 +62,21 @@ class Event(NamedTuple):
     layer: int | None = None
     microbatch: int | None = None
     reads: tuple[str, ...] = ()  # Names of entries
-    stores: Mapping[str, float] = MappingProxyType({})  # Sizes of the entries that it makes; an equal name is replaced
+    stores: Mapping[str, float] = MappingProxyType({})  # Sizes of the entries that the event stores or replaces
     ranks: tuple[int, ...] = ()  # Members of a collective, in ascending order
-    peer: int | None = None  # The other end of a message
-    tag: str = ""  # Of a message or collective, equal on all of its ranks
+    peer: int | None = None  # The rank that sends or receives the message
+    tag: str = ""  # Name of a message or collective, equal on all of its ranks
 
 
 class Schedule(NamedTuple):
-    """The events of every rank, and the sizes of the entries that each rank stores before and after the events."""
+    """The events of every rank, and the sizes of the entries that each rank stores during the whole step."""
 
     events: list[list[Event]]
     stored: list[dict[str, float]]
 
 
 class Span(NamedTuple):
-    """An event that took place on a rank, and the memory of the rank at its start."""
+    """An event with its start, its end and the memory of the rank at its start."""
 
     rank: int
     event: Event
@@ -105,17 +108,17 @@ class Timeline(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Part of the ranks' time, from 0 to 1, in which they wait."""
+        """Return the part of the ranks' time, from 0 to 1, that ranks spend waiting."""
         total = len(self.ranks) * self.duration
         busy = sum(span.event.duration for spans in self.ranks for span in spans)
         return max(0.0, 1 - busy / total) if total else 0.0
 
 
 def simulate(schedule: Schedule) -> Timeline:
-    """Runs a schedule.
+    """Run a schedule.
 
     Raises:
-        ValueError: if ranks wait for ever, or if an event reads an entry that is not stored.
+        ValueError: if ranks wait forever, or if an event reads an entry that is not stored.
     """
     stored, left = [dict(entries) for entries in schedule.stored], [deque(events) for events in schedule.events]
     memory, clock = [float(sum(entries.values())) for entries in stored], [0.0] * len(left)
@@ -141,7 +144,7 @@ def simulate(schedule: Schedule) -> Timeline:
             event, message = left[rank][0], (left[rank][0].peer, rank, left[rank][0].tag)
             same = {(left[r][0].kind, left[r][0].tag, left[r][0].ranks) if left[r] else None for r in event.ranks}
             if len(same) > 1 or (event.kind == "receive" and message not in arrivals):
-                break  # The last rank to arrive continues for all.
+                break  # The last rank that arrives runs the collective for all its ranks.
             together = event.ranks or (rank,)
             arrival = arrivals.pop(message) if event.kind == "receive" else 0.0
             start = max(arrival, *(clock[r] for r in together))
@@ -157,7 +160,7 @@ def simulate(schedule: Schedule) -> Timeline:
 
 
 def _dead(events: Sequence[Event], kept: Iterable[str]) -> list[set[str]]:
-    """The entries that no later event reads, after each event that uses them."""
+    """Return, for each event, the entries that no later event reads."""
     live, dead = set(kept), list[set[str]]()
     for event in reversed(events):
         dead.append({*event.reads, *event.stores} - live)
@@ -166,10 +169,10 @@ def _dead(events: Sequence[Event], kept: Iterable[str]) -> list[set[str]]:
 
 
 class ScheduleCosts(NamedTuple):
-    """Durations of events and sizes, in any units; the defaults come from the puzzles.
+    """Durations of events and sizes of entries, in any units. The defaults come from the puzzles.
 
-    Durations and activations belong to a layer and a microbatch, weights to a layer. `update` and `all_reduce` belong
-    to the whole genome if weights are generated, otherwise to the weight of a layer.
+    Durations and activations are for one layer and one microbatch, weights for one layer. If weights are generated,
+    `update` and `all_reduce` are for the whole genome, otherwise for the weight of one layer.
     """
 
     forward: float = 1.0
@@ -192,14 +195,14 @@ class ScheduleCosts(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The differences between schedules."""
+    """The settings in which schedules differ."""
 
-    order: PipelineOrder = "1f1b"  # Of the microbatches; one by one on one rank
+    order: PipelineOrder = "1f1b"  # Order of the microbatches
     together: bool = False  # All microbatches pass at once
-    data_parallel: bool = False  # Each rank has one microbatch, next to its stage of a pipeline
+    data_parallel: bool = False  # Each rank has one microbatch, also within a stage of a pipeline
     gathers: Literal["stage", "all"] | None = None  # Ranks that store and gather sharded weights
     scatters: bool = False  # Gradients are reduced and scattered at once, instead of all-reduced at the end
-    sums: bool = True  # Microbatches add to one gradient of a layer, instead of storing one each
+    sums: bool = True  # The gradients of a layer are added to one entry, instead of one entry per microbatch
     keeps_ends: bool = False  # The last output of a stage and the gradient of its first input stay stored
 
 
@@ -227,25 +230,28 @@ def make_schedule(
     weights: WeightSource = "stored",
     costs: ScheduleCosts | None = None,
 ) -> Schedule:
-    """Makes the events of one training step on each rank.
+    """Make the events of one training step on each rank.
 
     Args:
-        kind: `"basic"`: one rank, all microbatches at once. `"accumulation"`: one rank, the microbatches one by one.
-            `"ddp"`, `"sharded"` (weights and optimizer sharded, whole gradients), `"fsdp"` (also sharded gradients):
-            each rank has one microbatch and all layers. `"pipeline"`: each rank has one stage, through which all
-            microbatches pass at once. `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zbv"`: one by one, in the order of
-            `pipeline_order`. `"pipeline_fsdp"`: a stage per layer with `ranks / layers` ranks of one microbatch each;
-            weights are sharded over all ranks.
-        layers: a multiple of the stages.
+        kind: the schedule. `"basic"`: one rank computes all microbatches at once. `"accumulation"`: one rank computes
+            the
+            microbatches one by one. `"ddp"`, `"sharded"` (weights and optimizer sharded, gradients not sharded),
+                `"fsdp"`
+            (gradients sharded as well): each rank has one microbatch and all layers. `"pipeline"`: each rank has one
+            stage, through which all microbatches pass at once. `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zbv"`:
+            microbatches pass one by one, in the order of `pipeline_order`. `"pipeline_fsdp"`: a stage per layer, with
+            `ranks / layers` ranks of one microbatch each. Weights are sharded over all ranks.
+        layers: number of layers, a multiple of the number of stages.
         ranks: ranks of a pipeline, or of data parallelism.
         microbatches: microbatches of a step; 1 for data parallelism.
-        weights: `"stored"` with the optimizer's state; `"generated"` at the first use from a genome that every rank
-            stores, and kept; or `"remat"`, generated for each forward and each backward. Generated weights and their
-            gradients are not sent.
+        weights: `"stored"`: weights and the optimizer's state are stored. `"generated"`: weights are generated at their
+            first use from a genome that every rank stores, and are kept. `"remat"`: weights are generated for each
+                forward
+            and each backward. Generated weights and their gradients are not sent.
         costs: durations and sizes.
 
     Raises:
-        ValueError: for an unknown kind, or sizes that the kind does not have.
+        ValueError: for an unknown kind, or sizes that the kind does not support.
     """
     if kind not in RECIPES:
         raise ValueError(f"expected a schedule of {sorted(RECIPES)}, got {kind!r}")
@@ -277,7 +283,7 @@ def _program(
     weights: WeightSource,
     costs: ScheduleCosts,
 ) -> tuple[list[Event], dict[str, float]]:
-    """The events and entries of a rank; `stages` has the stages' places in the pipeline."""
+    """Return the events and entries of a rank. `stages` has the position in the pipeline of each stage."""
     layers, ranks, microbatches = sizes.values()
     together = microbatches if recipe.together else 1
     depth, each, world = max(stages) + 1, layers // len(stages), tuple(range(ranks))
@@ -296,7 +302,7 @@ def _program(
     def emit(kind: Kind, layer: int | None, i: int | None, reads: Iterable[str] = (), **rest: Any) -> None:
         duration = getattr(costs, kind, 0.0)
         duration *= together if kind == "forward" or kind.startswith("backward") else 1
-        # The first summand of a gradient reads nothing.
+        # The first microbatch has no stored gradient to add to, so it does not read the entry.
         events.append(Event(kind, duration, layer, i, tuple(n for n in reads if n in known), **rest))
         known.update(rest.get("stores", ()))
 
@@ -327,18 +333,18 @@ def _program(
             reads = (*x, *dy, *(() if op == "W" else (weight,)), *(() if remat else made))
             emit(kind, layer, i, reads, stores=made if op == "W" else dx | made)
         if op in "BW" and sharded and recipe.scatters:
-            # A pipeline frees activations before, other ranks after.
+            # In a pipeline, activations are freed before the reduce-scatter, otherwise after it.
             reads = (gradient, weight, *(() if everywhere else (*x, *dy))) if mine else ()
             part = {gradient: costs.weight / len(group)}
             emit("reduce_scatter", layer, i, reads, stores=part, ranks=group, tag=gradient)
         elif op in "BW" and remat:
             generate_backward(layer, i)
 
-    if everywhere:  # All ranks help to gather and reduce every layer, between their messages.
+    if everywhere:  # Between their messages, all ranks take part in gathering and reducing every layer.
         forward = [Action("F", s, 0) for s in range(len(stages))]
         actions = [*forward, *(action._replace(op="B") for action in reversed(forward))]
     for op, stage, i in actions:
-        # A stage goes from one end to the other, forward or back.
+        # A forward goes through the stage's layers from first to last, a backward from last to first.
         mine, start, end, ahead, d = stages[stage] == place, stage * each, (stage + 1) * each, 1, ""
         span = range(start, end)
         if op != "F":
@@ -360,7 +366,7 @@ def _program(
     for layer, name in updates.items():
         if len(group) > 1:
             emit("all_reduce", layer, None, (name,), ranks=group, tag=name)
-        # Ends that are kept are read once more.
+        # The update reads the kept ends, so that they stay stored until then.
         emit("update", layer, None, (name, *ends))
     return events, stored
 
@@ -375,7 +381,7 @@ PUZZLES: Mapping[ScheduleKind, tuple[Mapping[str, Any], str]] = {
     "gpipe": ({"layers": 8, "ranks": 4, "microbatches": 4}, "33 / 4.1M"),
     "pipeline_fsdp": ({"layers": 4, "ranks": 16}, "15 / 1.0M"),
 }
-"""Sizes of the eight puzzles, with the published steps and memory."""
+"""Sizes of the eight puzzles, with the published numbers of steps and memory."""
 
 
 if __name__ == "__main__":

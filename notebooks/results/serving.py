@@ -1,12 +1,13 @@
-"""Adapters in training and serving, a JSON row each.
+"""Measure adapters in training and in serving. Each measurement prints a JSON row.
 
-`python notebooks/results/serving.py`: a GPT, 6 layers of 384. Training steps of 32 texts: all weights, the genome of an
-adapter, and LoRA of rank 1 (Hu et al., 2022) by the package peft. Forward passes of 100 rows with an adapter for each
-row, beside those of the base.
+`python notebooks/results/serving.py` measures a GPT with 6 layers of width 384: training steps with 32 texts (of all
+weights, of an adapter's genome, and of LoRA of rank 1 by the package peft; Hu et al., 2022), and forward passes of 100
+rows, of the base and with an adapter per row.
 
-`python notebooks/results/serving.py FOLDER`: 1,000 adapters of two plans of a causal language model of transformers
-(SmolLM2-135M), in float32. Memory beside the base, logits beside those of networks grown one by one, and tokens per
-second of `generate` for 8 rows with 8 adapters, beside the base and the mixed batch of peft (`adapter_names`).
+`python notebooks/results/serving.py FOLDER` measures 1,000 adapters of two plans for a causal language model of
+transformers (SmolLM2-135M) in float32: the memory in addition to the base, the difference of the logits from networks
+that are generated one by one, and the tokens per second of `generate` for 8 rows with 8 adapters. For comparison, the
+tokens per second are also measured for the base and for peft's mixed batch (`adapter_names`).
 """
 
 import ctypes
@@ -33,7 +34,7 @@ ADAPTERS, TOGETHER, NEW = 1_000, 8, 32
 
 
 def genome(drawn: gb.Genome, seed: int) -> gb.Genome:
-    """A genome whose deltas are not zero, as they are at first."""
+    """Return a genome with nonzero deltas. A new genome has zero deltas."""
     generator = torch.Generator().manual_seed(seed)
     gnets = {
         e: {k: x + 0.1 * torch.randn(x.shape, generator=generator) for k, x in leaves.items()}
@@ -57,9 +58,9 @@ def show(calls: dict[str, Any]) -> None:
 
 
 def memory() -> dict[str, float]:
-    """Resident memory of the process in MB: now, and at most since the last call."""
+    """Return the resident memory of the process in MB: now, and the peak since the last call."""
     gc.collect()
-    # Freed memory goes back to the system first.
+    # Return freed memory to the system before the measurement.
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     Path("/proc/self/clear_refs").write_text("5")
@@ -67,7 +68,7 @@ def memory() -> dict[str, float]:
 
 
 def tokens_per_second(calls: dict[str, Any], rounds: int = 3) -> None:
-    """The best of several rounds in turn, by processor time: other processes share the machine."""
+    """Print the best of several rounds, by processor time. Calls alternate, because other processes use the machine."""
     best: dict[str, float] = {}
     for _ in range(1 + rounds):
         for name, call in calls.items():
@@ -81,7 +82,7 @@ def tokens_per_second(calls: dict[str, Any], rounds: int = 3) -> None:
 def serve(folder: str) -> None:
     net: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for x in net.parameters():
-        # In memory, not in a mapped file.
+        # Copy the weights from the mapped file into memory, so that they count.
         x.data = x.data.clone()
     words = torch.randint(0, net.config.vocab_size, (TOGETHER, LENGTH), generator=torch.Generator().manual_seed(0))
     options = {"attention_mask": torch.ones_like(words), "max_new_tokens": NEW, "min_new_tokens": NEW}
@@ -94,7 +95,7 @@ def serve(folder: str) -> None:
     drawn = [gb.init_genome(plan, net) for plan in plans]
     print(json.dumps({"numbers of a genome": [plan.genome_params for plan in plans]}))
     for rows in (words, *words.split(1)):
-        # Memory that torch keeps for shapes of inputs.
+        # Run each shape of inputs once, because torch keeps memory for every shape.
         net(rows, use_cache=False)
     net.generate(words, **options)
     memory()

@@ -1,7 +1,7 @@
 """Train an adapter with TRL's SFTTrainer: python sft_trainer.py MODEL FILE.jsonl OUT.safetensors [STEPS].
 
-MODEL is a folder or a name on the hub, with a chat template. FILE has a chat per line, {"prompt": ..., "answer": ...}.
-Needs `pip install 'gbfunc[llm]' trl`.
+MODEL is a folder or the name of a model on the hub. The model must have a chat template. Each line of FILE has one
+chat: {"prompt": ..., "answer": ...}. Requires `pip install 'gbfunc[llm]' trl`.
 """
 
 import json

@@ -1,12 +1,13 @@
-r"""A random subspace of a p-net's weights, `theta = theta_0 + P z`: only z and the seed are stored.
+r"""A random subspace of a p-net's weights, `theta = theta_0 + P z`: a file contains only z and the seed.
 
-C. Li, H. Farkhoor, R. Liu, J. Yosinski, "Measuring the intrinsic dimension of objective landscapes" (2018). P takes d
-numbers to D in memory O(D) and time O(D log d), by Hadamard transforms: with $n$ the power of two from $d$ up, block
-$b$ of the result is $H_n \,\mathrm{diag}(s_b)\,[z; 0] / \sqrt{D}$ for random signs $s_b$ (N. Ailon and B. Chazelle,
-2009; the first half of Fastfood: Q. Le, T. Sarlos, A. Smola, 2013). Its columns are orthonormal where n divides D, and
-nearly so where the last block is cut. Every entry is $\pm 1/\sqrt{D}$.
+Source: C. Li, H. Farkhoor, R. Liu, J. Yosinski, "Measuring the intrinsic dimension of objective landscapes" (2018). P
+maps d numbers to D weights in memory O(D) and time O(D log d), by Hadamard transforms. Let $n$ be the smallest power of
+two that is at least $d$. Block $b$ of the result is $H_n \,\mathrm{diag}(s_b)\,[z; 0] / \sqrt{D}$ for random signs
+$s_b$ (N. Ailon and B. Chazelle, 2009; the first half of Fastfood: Q. Le, T. Sarlos, A. Smola, 2013). The columns of P
+are orthonormal if n divides D. Otherwise the last block is cut, and the columns are nearly orthonormal. Every entry of
+P is $\pm 1/\sqrt{D}$.
 
-Suffixes: B blocks of n entries, p q the sides of a block as a matrix, n = p q.
+Suffixes: B blocks of n entries; p and q are the sides of a block as a matrix, n = p q.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from gbfunc.tasks.pnets.base import n_params
 from gbfunc.types import Params, TensorMap
 
 _LAST_SEED = 9_999
-"""Files have room for the digits of a seed up to this one."""
+"""Largest seed. The size of a file is computed for a seed with as many digits."""
 
 
 def unpack_last(data: bytes, like: TensorMap, name: str, dtype: torch.dtype | None = None) -> Params:
-    """Undo `base.pack` of tensors like `like` and, at the end, a vector of any length, by default of floats."""
+    """Read a file of `base.pack` that ends with a vector of unknown length. `like` has all other tensors."""
     stored = base.FLOATS[data[0]]
     known = len(base.pack(base.blanks(like), stored)) + int.from_bytes(data[1:3], "little")
     length = (len(data) - known) // (dtype or stored).itemsize
@@ -40,7 +41,9 @@ def unpack_last(data: bytes, like: TensorMap, name: str, dtype: torch.dtype | No
 
 
 def generated_net(pnet: nn.Module, weights: Callable[[], TensorMap]) -> Net:
-    """Make the p-net with weights that each call computes anew, in full precision, as a genome's are."""
+    """Return the p-net as a function that computes its weights in each call, outside autocast, as a genome's network
+    does.
+    """
     call = PureNet(pnet)
 
     def net(x: Tensor) -> Any:
@@ -52,7 +55,7 @@ def generated_net(pnet: nn.Module, weights: Callable[[], TensorMap]) -> Net:
 
 
 class Projection:
-    """`projection(z_d) -> theta_D`: linear, differentiable, decided by the seed; needs 1 <= d <= D."""
+    """The linear map `projection(z_d) -> theta_D` that the seed determines, for 1 <= d <= D."""
 
     def __init__(self, d: int, D: int, seed: int) -> None:
         if not 1 <= d <= D:
@@ -67,7 +70,7 @@ class Projection:
         self._signs_Bn = torch.randint(0, 2, (-(-D // 2**log_n), 2**log_n), generator=generator).float() * 2 - 1
 
     def __call__(self, z_d: Tensor) -> Tensor:
-        """[d] -> [D]."""
+        """Project a vector [d] to [D]."""
         blocks_Bn = self._signs_Bn * F.pad(z_d, (0, self._signs_Bn.shape[1] - self.d))
         blocks_Bpq = blocks_Bn.view(-1, len(self._left_pp), len(self._right_qq))
         mixed_Bpq = self._left_pp @ (blocks_Bpq @ self._right_qq)
@@ -75,23 +78,26 @@ class Projection:
 
 
 class Subspace:
-    """`subspace(z_d) -> weights` of a p-net; z of unit deviation moves a weight by about its first deviation."""
+    """Weights of a p-net as a function of z.
+
+    If z has standard deviation 1, weights differ from their initial values by about their initial standard deviation.
+    """
 
     def __init__(self, pnet: nn.Module, d: int, seed: int) -> None:
         self._first = {info.name: info.tensor.detach() for info in parameter_infos(pnet)}
         self._project = Projection(d, sum(t.numel() for t in self._first.values()), seed)
 
     def __call__(self, z_d: Tensor) -> Params:
-        """[d] -> every parameter by name."""
+        """Return every parameter by name, for z of shape [d]."""
         flat_D = self._project(z_d) * (self._project.D / self._project.d) ** 0.5
         parts = flat_D.split([t.numel() for t in self._first.values()])
         moved = zip(self._first.items(), parts, strict=True)
-        # Biases and norms start with equal entries.
+        # The initial entries of biases and norms are all equal, with a standard deviation of 0. Use 1 instead.
         return {name: t + x.view_as(t) * ((t.numel() > 1 and float(t.std())) or 1.0) for (name, t), x in moved}
 
 
 class RandomSubspace:
-    """As many numbers z as fit, from 0 on, and the seed."""
+    """A method that trains as many numbers z as fit, which begin at 0, and stores z and the seed."""
 
     rates = (3e-2, 1e-1, 3e-1, 1.0)
 

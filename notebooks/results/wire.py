@@ -1,8 +1,9 @@
-"""What a rank sends in a step, and how long a step takes: `python notebooks/results/wire.py mlp`, a JSON row each.
+"""Measure the bytes that a rank sends per step and the time of a step: `python notebooks/results/wire.py mlp`.
 
-Schemes: DDP, FSDP2, torchGB's scheme and the placements of a genome split the batch; torch's tensor parallelism and
-that of a genome split layers. Links: the loopback, and a switch of limited rate between network namespaces, one for
-each rank (as root, with iproute2). Ranks use gloo and one thread.
+Each measurement prints a JSON row. Two kinds of schemes are compared. DDP, FSDP2, torchGB's scheme and the placements
+of a genome split the batch. torch's tensor parallelism and tensor parallelism of a genome split layers. A link is the
+loopback interface, or a switch with a limited rate between network namespaces, one per rank (needs root and iproute2).
+Ranks use gloo and one thread.
 """
 
 import argparse
@@ -58,16 +59,17 @@ LR, TIMEOUT = 1e-8, 1800
 
 
 def loss_fn(net: Any, batch: Any) -> Any:
-    """The mean cross entropy; that of logits that are split over ranks is a DTensor, whole on each."""
+    """Return the mean cross entropy. The loss of logits that are split over ranks is converted from a DTensor."""
     loss: Any = cases.loss_fn(net, batch)
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 class Bytes(TorchDispatchMode):
-    """Bytes that torch's collectives must move, by the ranks that take part, and those of DTensors.
+    """Count the bytes that a rank sends in torch's collectives, by the ranks of the collective, and the bytes of
+    DTensors.
 
-    Of a tensor of n bytes on N ranks, each rank sends (N - 1) / N n to gather, to scatter or (in the mean) to
-    broadcast it, and twice that to all-reduce it.
+    For a tensor of n bytes and N ranks, a rank sends (N - 1) / N n for a gather, a scatter or (in the mean) a
+    broadcast, and twice as much for an all-reduce.
     """
 
     def __init__(self) -> None:
@@ -101,7 +103,7 @@ def nbytes(tensors: Any) -> int:
 
 
 def shard(net: nn.Module, **options: Any) -> None:
-    """FSDP2 on every block, or every layer of a plain sequence, and on the rest."""
+    """Apply FSDP2 to every block, or to every layer of an `nn.Sequential`, and to the remaining parameters."""
     for blocks in (net, *net.children()):
         for block in blocks if isinstance(blocks, nn.Sequential) else ():
             if any(True for _ in block.parameters()):
@@ -110,9 +112,10 @@ def shard(net: nn.Module, **options: Any) -> None:
 
 
 def layer_styles(net: nn.Module, ranks: int) -> dict[str, Any]:
-    """An MLP's layers by column and by row in turn, an odd last one whole; a GPT's usual styles.
+    """Return the parallel styles of layers: by columns and by rows in turn for an MLP, and `tensor_styles` for a GPT.
 
-    Where the ranks divide the vocabulary, logits stay split for `loss_parallel`.
+    With an odd number of layers, the last layer of an MLP is not split. If the number of ranks divides the vocabulary,
+    a GPT's logits stay split for `loss_parallel`.
     """
     if not isinstance(net, nn.Sequential):
         divided = net.get_submodule("head").get_parameter("weight").shape[0] % ranks == 0
@@ -124,11 +127,14 @@ def layer_styles(net: nn.Module, ranks: int) -> dict[str, Any]:
 
 
 def tensor_step(net: nn.Module, batch: Any, tensor: int, sharded: bool) -> Step:
-    """The dense p-net split by torch over neighbouring ranks; with `sharded` FSDP2 shards over all others."""
+    """Build a step of the dense p-net that torch splits over neighbouring ranks.
+
+    With `sharded`, FSDP2 shards the parameters over the data ranks.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor"))
     styles, first = layer_styles(net, tensor), dict[int, str]()
     for name, style in resolve(net, styles).items():
-        # Rows of packed queries, keys and values in the ranks' order.
+        # Permute the rows of packed queries, keys and values, so that each rank gets complete heads.
         for p in net.get_submodule(name).parameters() if isinstance(style, PackedColwiseParallel) else ():
             p.data = p.detach().unflatten(0, (style.parts, tensor, -1)).transpose(0, 1).flatten(0, 2).contiguous()
     tied = {n: first.setdefault(id(p), n) for n, p in net.named_parameters(remove_duplicate=False)}
@@ -139,7 +145,7 @@ def tensor_step(net: nn.Module, batch: Any, tensor: int, sharded: bool) -> Step:
             setattr(net.get_submodule(parent), key, net.get_parameter(owner))
     if sharded:
         shard(net, mesh=mesh["data"])
-    # A fused optimizer takes DTensors of one mesh at once.
+    # A parameter group has one mesh, because a fused optimizer cannot mix DTensors of different meshes.
     groups: dict[Any, list[nn.Parameter]] = {}
     for p in net.parameters():
         groups.setdefault(getattr(p, "device_mesh", None), []).append(p)
@@ -147,7 +153,7 @@ def tensor_step(net: nn.Module, batch: Any, tensor: int, sharded: bool) -> Step:
 
 
 def torchgb_step(net: nn.Module, case: Case, batch: Any) -> Step:
-    """Each rank generates whole tensors and broadcasts them; DDP all-reduces dense gradients."""
+    """Build a step of torchGB's scheme: ranks generate and broadcast whole tensors, and DDP all-reduces gradients."""
     loads, owners = [0] * dist.get_world_size(), {}
     for t in sorted(gb.make_plan(net, **case.periodic).generated, key=lambda t: -t.numel):
         owners[t.name] = min(range(len(loads)), key=loads.__getitem__)
@@ -181,7 +187,7 @@ def torchgb_step(net: nn.Module, case: Case, batch: Any) -> Step:
 
 
 def build(case: Case, scheme: str, rank: int, ranks: int) -> tuple[Step, gb.Plan | None, Any]:
-    """A step on this rank's share of the batch, the plan and the mesh of a genome."""
+    """Build a step on this rank's part of the batch. Return the step, and the plan and the mesh of a genome."""
     tensor = (2 if "data" in scheme or "fsdp" in scheme else ranks) if "tensor" in scheme else 1
     parts, index = ranks // tensor, rank // tensor
     share, net = tuple(x.chunk(parts)[index] for x in case.batch()), case.pnet()
@@ -215,7 +221,7 @@ def build(case: Case, scheme: str, rank: int, ranks: int) -> tuple[Step, gb.Plan
 
 
 def run_rank(rank: int, order: dict[str, Any]) -> list[Any]:
-    """What this rank measured of every scheme on every link."""
+    """Measure every scheme on every link on this rank. Return the rows."""
     case, ranks, rows = CASES[order["case"]], order["ranks"], []
     store = f"file://{order['folder']}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
@@ -271,14 +277,19 @@ def sh(*commands: str) -> None:
 
 
 def limit(ports: list[tuple[str, str]], mbit: int | None) -> None:
-    """Limit each end of each cable to 10^6 bit/s (`man tc-tbf`), Ethernet headers counted; None lifts the limit."""
+    """Limit both ends of each cable to `mbit` * 10^6 bit/s, Ethernet headers included (`man tc-tbf`). None lifts the
+    limit.
+    """
     queue = "pfifo" if mbit is None else f"tbf rate {mbit}mbit burst {max(3_028, mbit * 125)} latency 50ms"
     sh(*(f"tc -n {name} qdisc replace dev {interface} root {queue}" for name, interface in ports))
 
 
 @contextlib.contextmanager
 def switch(ranks: int) -> Any:
-    """A namespace for every rank, each joined by a veth pair to one switch: names, and both ends of every cable."""
+    """Make a network namespace for every rank, joined by a veth pair to one switch.
+
+    Yields the names of the namespaces, and both ends of every cable.
+    """
     hub, *names = (f"gbfunc-{os.getpid()}-{i}" for i in range(ranks + 1))
     ends = [end for i, name in enumerate(names) for end in ((hub, f"port{i}"), (name, "wire"))]
     try:
@@ -291,7 +302,7 @@ def switch(ranks: int) -> Any:
                 f"ip -n {name} address add 10.213.77.{i + 1}/24 dev wire",
                 f"ip -n {name} link set dev lo up",
             )
-        # One packet at a time, as on a real wire: otherwise counters see 64 KiB under a single header.
+        # Send single packets, as on a real wire. Otherwise the counters see 64 KiB with one header.
         sh(*(f"ip -n {where} link set dev {interface} gso_max_segs 1 up" for where, interface in ends))
         yield names, ends
     finally:
@@ -300,7 +311,7 @@ def switch(ranks: int) -> Any:
 
 
 def launch(ranks: int, order: dict[str, Any]) -> list[list[Any]]:
-    """Run an order on ranks, which end when one fails; the rows of each."""
+    """Start a process per rank and return the rows of each. If one process fails, all are ended."""
     slow = order["links"] != ["loopback"]
     with switch(ranks) if slow else contextlib.nullcontext(((), [])) as (names, ports), contextlib.ExitStack() as stack:
         order |= {"ranks": ranks, "ports": ports, "folder": stack.enter_context(tempfile.TemporaryDirectory())}
@@ -321,7 +332,7 @@ def launch(ranks: int, order: dict[str, Any]) -> list[list[Any]]:
 
 
 def bars(case: str, rows: list[dict[str, Any]]) -> None:
-    """Bytes by number of ranks, and time by link: `wire_CASE.png`."""
+    """Draw the bytes by number of ranks, and the time by link, into `wire_CASE.png`."""
     panels = {"sent in a step (kB)": {}, "time of a step (ms)": {}}
     for row in rows:
         panels["sent in a step (kB)"].setdefault(f"{row['ranks']} ranks", {})[row["scheme"]] = row["sent_kb"]
@@ -342,8 +353,10 @@ if __name__ == "__main__":
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4))
     parser.add_argument("--links", nargs="+", choices=LINKS, default=["loopback"])
-    parser.add_argument("--seconds", type=float, default=2.0, help="of all timed steps of a scheme, about")
-    parser.add_argument("--memory", action="store_true", help="instead: the peak memory of the rank that needs most")
+    parser.add_argument("--seconds", type=float, default=2.0, help="approximate time for the steps of a scheme")
+    parser.add_argument(
+        "--memory", action="store_true", help="measure only the peak memory, of the rank that needs the most"
+    )
     parser.add_argument("--figure", action="store_true", help="also draw wire_CASE.png")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -352,7 +365,7 @@ if __name__ == "__main__":
         given = json.loads(options.rank[1])
         found = json.dumps(run_rank(int(options.rank[0]), given))
         Path(given["folder"], f"{options.rank[0]}.json").write_text(found)
-        # torch's threads for collectives can abort a process that ends as usual.
+        # End without cleaning up, because torch's threads for collectives can abort a process that exits normally.
         os._exit(0)
     schemes, rows = CASES[options.case].variants, []
     order = {"case": options.case, "seconds": options.seconds, "memory": options.memory}
