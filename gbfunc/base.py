@@ -21,7 +21,7 @@ from gbfunc.types import Params
 
 
 class Base(NamedTuple):
-    """The description of a base in a plan."""
+    """The description of a base in a plan: hash, sizes and name."""
 
     digest: str  # hash of names, dtypes, shapes and values of parameters and persistent buffers
     params: int  # number of parameters; tied parameters count once
@@ -49,13 +49,13 @@ class BaseTensors:
         # Hash and count weights that quantised layers pack into objects. Do not keep copies of packed weights.
         tensors = {id(x) for named in (pnet.parameters(), pnet.buffers()) for x in named}
         packed = {k: x if isinstance(x, tuple) else (x,) for k, x in state.items() if id(x) not in tensors}
-        parts = {f"{k}.{i}": x for k, each in packed.items() for i, x in enumerate(each) if isinstance(x, Tensor)}
-        self._packed_bytes = sum(x.nbytes for x in parts.values())
+        inner = {f"{k}.{i}": x for k, each in packed.items() for i, x in enumerate(each) if isinstance(x, Tensor)}
+        self._packed_bytes = sum(x.nbytes for x in inner.values())
         self._hidden = 0
         for _, layer in hidden_layers(pnet):
             own = sum(p.numel() for p in layer.parameters() if p.ndim > 1 and not p.is_floating_point())
             self._hidden += getattr(layer, "out_features", 0) * layer.in_features - own
-        self._packed_digest = _digest({k: x.dequantize() if x.is_quantized else x for k, x in parts.items()})
+        self._packed_digest = _digest({k: x.dequantize() if x.is_quantized else x for k, x in inner.items()})
         self.params, self.buffers = params, buffers
         self._on: dict[torch.device, tuple[Params, Params]] = {}
 
@@ -67,7 +67,7 @@ class BaseTensors:
         return self._on[device]
 
     def cast(self, change: Callable[[Tensor], Tensor]) -> BaseTensors | None:
-        """Cast the base as `nn.Module.to` would, with a function `change` of a tensor; None if no dtype changes."""
+        """Return the base with the dtypes that `change(tensor)` returns, or None if no dtype changes."""
         first = self.params, self.buffers
         kinds = {x.dtype for tensors in first for x in tensors.values() if differentiable(x.dtype)}
         casts = {kind: new for kind in kinds if (new := change(torch.empty(0, dtype=kind)).dtype) != kind}
@@ -82,7 +82,7 @@ class BaseTensors:
         return self.on(device)[0][name]
 
     def describe(self, name: str = "", revision: str = "") -> Base:
-        """Return hash and sizes of the base. Raise ValueError for the meta device, on which tensors have no values."""
+        """Describe the base by hash and sizes. Raise ValueError on the meta device, where tensors have no values."""
         kept = self.params | {k: self.buffers[k] for k in self._saved}
         digest = _digest(kept, self._packed_digest if self._packed_bytes else b"")
         params = sum(x.numel() for x in self.params.values()) + self._hidden
@@ -104,8 +104,8 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         # The tensor is of a subclass with inner tensors, such as a quantised weight.
-        for part in flatten()[0]:
-            _update(digest, part, getattr(tensor, part))
+        for inner in flatten()[0]:
+            _update(digest, inner, getattr(tensor, inner))
     elif tensor.numel():
         try:
             values = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
@@ -116,7 +116,7 @@ def _update(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
 
 
 def hub_name(pnet: nn.Module) -> tuple[str, str]:
-    """Return a p-net's name and commit on a hub, from the first module with a name. "" if unknown."""
+    """Return a p-net's name and commit on a hub, from the first module that has a name; "" if unknown."""
     for module in pnet.modules():
         config = getattr(module, "config", None)
         name = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)

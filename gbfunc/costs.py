@@ -1,6 +1,6 @@
 """Cost models: operations to generate weights and to apply dense weights or factors, and bytes sent between ranks.
 
-Operations are multiplications and additions in forward and backward together. Backward takes twice as many as forward.
+Operations are the multiplications and additions of forward and backward. Backward has twice as many as forward.
 A matrix has R rows, C columns, and nr x nc tiles with factors of rank k. The matrix is applied to B rows of a batch.
 To read or to write one number takes as long as 40 operations.
 """
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 FLOPS_PER_ELEMENT = 40
-"""Operations that run in the time of reading or writing one element: 10 per byte, 4 bytes."""
+"""Number of operations that take as long as to read or write one element of 4 bytes: 10 per byte."""
 
 _CHANNELS = 16  # Number of channels that a convolution computes at once
 _SLOWER = 1.25  # Time of an operation in a convolution with factors, relative to a dense convolution
 
 OPERATIONS_PER_BYTE: Mapping[str, float] = MappingProxyType({"cpu": 40.0, "cuda": 400.0})
-"""Operations that run while one byte is sent: 50 Gflop/s (some cores) at 10 Gbit/s, 20 Tflop/s (GPU) at 50 GB/s."""
+"""Operations that one rank computes while it sends a byte: 50 Gflop/s at 10 Gbit/s, or 20 Tflop/s at 50 GB/s."""
 
 
 def product_flops(rows: int, cols: int, k: int) -> float:
@@ -30,14 +30,14 @@ def generation_flops(rows: int, cols: int, params: int, k: int = 0) -> float:
 
 
 def dense_flops(rows: int, cols: int, k: int, batch: int) -> float:
-    """Count operations to form a weight from factors, read or write it 6 times, and apply it: 6 R C (B + k + 40)."""
+    """Count operations to form a weight from factors, apply the weight to B rows, and read or write it 6 times."""
     return 6 * rows * cols * (batch + k + FLOPS_PER_ELEMENT)
 
 
 def thin_flops(
     rows: int, cols: int, k: int, tiles: tuple[int, int], batch: int, parts: tuple[int, int] = (1, 1)
 ) -> float:
-    """Count the operations to apply factors: 6 B k (nr C + nc R), and to read or write [B, nr nc k] 15 times.
+    """Count the operations to apply factors, 6 B k (nr C + nc R), and to read or write [B, nr nc k] 15 times.
 
     `parts` are the numbers of ranks over which the matrix's rows and columns are split. The result is for one rank.
 
@@ -50,7 +50,7 @@ def thin_flops(
 
 
 def missing_ranks(tile_rows: int, k: int) -> int:
-    """Return the least m so that a convolution's `tile_rows * (k + m)` filters fill groups of 16, computed at once."""
+    """Return the smallest m for which groups of a convolution have a multiple of 16 filters, `tile_rows * (k + m)`."""
     return -k % (_CHANNELS // math.gcd(tile_rows, _CHANNELS))
 
 
@@ -59,10 +59,10 @@ def thin_rows(
 ) -> float:
     """Return the number of batch rows (positions of a convolution) below which factors cost less than dense weights.
 
-    Both costs grow linearly with the rows. Per row, factors save three GEMMs of the weight's size: forward and both
-    gradients. With a `frozen_base`, the base still needs two GEMMs, and factors save only the weight's gradient. For a
-    `conv`, an operation with factors takes a quarter more time, and channels are computed 16 at once (measured: 3 x 3
-    kernels, 16 to 192 channels, in float32 and bfloat16).
+    Both costs grow linearly with the rows. Per row, factors save three GEMMs of the weight's size: one in forward, two
+    in backward. With a `frozen_base`, factors save only the GEMM of the weight's gradient. For a `conv`, an operation
+    with factors takes a quarter more time, and channels are computed 16 at once (measured: 3 x 3 kernels, 16 to 192
+    channels, in float32 and bfloat16).
 
     >>> thin_rows(4096, 4096, 64, (1, 1)), round(thin_rows(128, 128, 64, (1, 1)))
     (inf, 266)

@@ -88,7 +88,7 @@ class Encoding:
         n_tiles = -(-n // tile)
         i = torch.arange(n_tiles * tile, device=device)
         if n_tiles * tile > n:
-            # Positions past the end get any valid code, the last, because their weights are cropped.
+            # Positions past the end of the axis get the last code. Weights at these positions are cropped.
             i = i.clip(max=n - 1)
         return self.at(i.reshape(n_tiles, tile), n)
 

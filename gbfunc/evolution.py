@@ -130,7 +130,7 @@ class GenomeProblem(Problem):
 
     def _grower(self, call: Callable[[Params, Params], Any]) -> Callable[[Tensor], Params]:
         leaves = flat_genome(self._unflatten(self.start_P))
-        # Compute the generator's constants now, because they cannot be computed inside of `vmap`.
+        # Compute the generator's constants now, because constants cannot be computed inside of `vmap`.
         self._weights_of.prepare(leaves)
         noise = sample_noise(self.plan, self._noise_draws, self.start_P) if self.plan.stochastic else None
         if not self._tried:
@@ -195,7 +195,7 @@ class ControlProblem(GenomeProblem):
 
     @torch.no_grad()
     def returns(self, solutions_nz: Tensor, episodes: int, seed: int) -> Tensor:
-        """Compute undiscounted returns [n, E] of solutions [n, z] in E new episodes. The seed determines the starts."""
+        """Compute undiscounted returns [n, E] of solutions [n, z] in E new episodes. `seed` selects the episodes."""
         n, start_EO = len(solutions_nz), self.start_P.new_zeros((episodes, *self.env.inputs))
         weights = vmap(self._grower(lambda weights, buffers: self._call(weights, buffers, start_EO)))(solutions_nz)
         act = vmap(lambda weights, obs_EO: self._call(weights, dict(self._buffers), obs_EO), randomness="different")

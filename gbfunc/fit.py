@@ -1,7 +1,7 @@
 r"""Fits a genome to weights by least squares, one ensemble of g-nets after the other.
 
-Tile t has the target $Y_t = (W - offset - base) / scale$, cut out of its matrix W. With the sum $e_t$ of the squares of
-all targets of the same matrix, the problem is
+Tile t has the target $Y_t = (W - offset - base) / scale$, cut out of its matrix W. The sum of squares of all
+targets of this matrix is $e_t$. The problem is
 
     minimize   sum_t |g(theta_t) - Y_t|^2 / e_t
 
@@ -194,12 +194,12 @@ def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float) -> Params:
         adam.step()
         schedule.step()
     fitted = tiles.solve({k: v.detach() for k, v in trained.items()})
-    # Keep the first solution if Adam's result is worse: near an optimum, Adam's first steps increase the error.
+    # Keep the solution from before Adam if its error is smaller: near an optimum, Adam's first steps harm.
     return fitted if float(tiles.loss(fitted)) < first else leaves
 
 
 def _best_factors(tiles_Trc: Tensor, rank: int) -> Params:
-    """Compute factors [T, r, k] and [T, c, k] of equal norms of the best rank-k tiles (Eckart and Young, 1936)."""
+    """Compute the best rank-k factors of tiles, [T, r, k] and [T, c, k], of equal norms (Eckart and Young, 1936)."""
     u, s, vh = torch.linalg.svd(tiles_Trc, full_matrices=False)
     more = max(0, rank - s.shape[-1])
     left, right = u * s.sqrt()[:, None], vh.mT * s.sqrt()[:, None]

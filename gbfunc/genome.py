@@ -27,14 +27,14 @@ Noise = Mapping[str, Params]
 
 _DRAWS = 8  # Maximum number of draws of a slot's leaves
 _NEWTON_STEPS = 8
-_FLAT = 1e-3  # A matrix is constant if removing its mean leaves less than this fraction of its standard deviation
-_LARGE, _MANY = 1 << 20, 64  # `moments` forms no matrix of over _LARGE weights if factors have _MANY or more columns
-_SAMPLED = 64  # Number of rows, and of columns, of a tile that are sampled
+_FLAT = 1e-3  # A matrix is constant if its standard deviation falls below this fraction without the mean
+_LARGE, _MANY = 1 << 20, 64  # `moments` forms no matrix of over _LARGE weights if all factors have _MANY columns
+_SAMPLED = 64  # Statistics of a tile use a sample of at most this many rows and columns
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return codes of rows [tiles, rows, numbers] and of columns [tiles, columns, numbers]; 1 tile if all are equal."""
+    """Return codes of rows and of columns, [tiles, tile length, numbers]; [1, ...] if all tiles have equal codes."""
     if is_exporting():
         row, col = ensemble.codes_on(device)
     else:
@@ -259,7 +259,7 @@ class _Slot(NamedTuple):
                 mean, deviation = weights.mean(), float(weights.detach().std(correction=0))
             else:
                 left, right = cast(Factors, Evaluation(self.constants, leaves | x).tiles())
-                # Set rows and columns of the last tiles to zero if they lie outside of the matrix.
+                # In the last tiles, set the rows of factors to zero that lie outside of the matrix.
                 tile_T = torch.arange(g.n_tiles, device="cpu")
                 left = left * _inside(g.rows - tile_T // g.n_cols * g.tile_rows, g.tile_rows)
                 right = right * _inside(g.cols - tile_T % g.n_cols * g.tile_cols, g.tile_cols)
@@ -310,7 +310,7 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
             if changed := _standardised(slot, mine, tile_scope, linear):
                 mine |= changed
                 break
-            # Draw again: equal weights, for example if all ReLUs are off, could not be trained.
+            # The weights are equal, for example because all ReLUs are off, and could not be trained: draw again.
             fresh = hypernet.init(e.dims, grid.n_tiles, 1, generator)
             mine |= {k: fresh[k].to(leaves[k].dtype) for k in tile_scope}
         for k in tile_scope:
@@ -395,7 +395,7 @@ def _slopes(value: Tensor, leaves: Params) -> Params:
 
 
 def _zeroed(value: float, leaves: Params, slopes: Params) -> Params:
-    """Make the smallest change of the leaves for which `value`, whose gradient is `slopes`, is 0 to first order."""
+    """Change leaves as little as possible so that `value`, with gradient `slopes`, becomes 0 to first order."""
     square = sum(float(m.square().sum()) for m in slopes.values())
     change = value / square if 0 < square < math.inf else 0.0
     return {k: leaves[k].detach() - change * slope for k, slope in slopes.items()}

@@ -61,8 +61,8 @@ class GenomeModule(nn.Module):
     states, DDP's all-reduce and state dicts have the genome's size. A forward generates all weights once, from the
     current genome. Outside of a forward, reading `net.fc.weight` generates the weight: in-place changes are lost.
 
-    The g-nets' parameters are named `gnets:<ensemble>:<leaf>`. Direct parameters and buffers keep the p-net's names.
-    Both start with the values of `genome` or of the p-net, and require grad as in the p-net. `load_state_dict` raises
+    The g-nets' parameters are named `gnets:<ensemble>:<leaf>`. Direct parameters and buffers have the p-net's names
+    and, without a `genome`, the p-net's values. Parameters require grad as in the p-net. `load_state_dict` raises
     RuntimeError for the state dict of another plan, except from safetensors files, which lack the metadata. In training
     mode, stochastic g-nets draw from torch's default generator. In evaluation mode, they generate mean weights.
 
@@ -114,18 +114,18 @@ class GenomeModule(nn.Module):
     ) -> None:
         if lazy not in (True, False, "auto"):
             raise ValueError(f"lazy must be one of {(True, False, 'auto')}, got {lazy!r}")
-        given: Any = init_genome(plan, pnet, seed) if genome is None else genome
-        check_genome(plan, given)
-        leaves = {_leaf(e, k): x.detach().clone() for e, leaves in given.gnets.items() for k, x in leaves.items()}
+        initial: Any = init_genome(plan, pnet, seed) if genome is None else genome
+        check_genome(plan, initial)
+        leaves = {_leaf(e, k): x.detach().clone() for e, leaves in initial.gnets.items() for k, x in leaves.items()}
         for t in plan.direct:
-            made = nn.Parameter(given.direct[t.name].detach().clone(), self.get_parameter(t.name).requires_grad)
+            direct = nn.Parameter(initial.direct[t.name].detach().clone(), self.get_parameter(t.name).requires_grad)
             for name in (t.name, *t.aliases):
                 path, _, key = name.rpartition(".")
-                self.get_submodule(path).register_parameter(key, made)
-        for name, x in given.buffers.items():
+                self.get_submodule(path).register_parameter(key, direct)
+        for name, x in initial.buffers.items():
             path, _, key = name.rpartition(".")
             setattr(self.get_submodule(path), key, x.detach().clone())
-        base, kept, first = plan.base_tensors(pnet), {*given.direct, *given.buffers}, dict[int, str]()
+        base, kept, first = plan.base_tensors(pnet), {*initial.direct, *initial.buffers}, dict[int, str]()
         sources = {name: first.setdefault(id(x), name) for name, x in named_tensors(self, ties=True)}
         sources = {name: source for name, source in sources.items() if source not in kept}
         sources |= {t.name: t.name for t in plan.tensors if t.kind == "beside"}
@@ -134,11 +134,11 @@ class GenomeModule(nn.Module):
         # `install` replaces the class of a module by a subclass with generated weights. Give this module the p-net's
         # class first, so that `install` makes a subclass of that class. The final class inherits from the subclass.
         this: Any = self
-        read, made = self._read, type(self)
-        this.__class__ = made._pnet_class
+        read, cls = self._read, type(self)
+        this.__class__ = cls._pnet_class
         forms = make_generator(plan, pnet=self, lazy=lazy, base=base).forms
         install(self, {name: forms.get(name) for name in sources}, read)
-        this.__class__ = _module_class(made._stated, type(self))
+        this.__class__ = _module_class(cls._stated, type(self))
         for name, x in leaves.items():
             self.register_parameter(name, nn.Parameter(x))
         self._build()
@@ -239,8 +239,8 @@ class GenomeModule(nn.Module):
         Args:
             pretrained_model_name_or_path: the folder, or the name of the repository.
             pnet: the p-net or base that the genome was made for.
-            lazy: the constructor's option of this name.
-            factories: the argument of this name of `gb.load`.
+            lazy: as in the constructor.
+            factories: the functions passed to `gb.from_module`, as in `gb.load`.
             options: options of `huggingface_hub.hf_hub_download` (`revision`, `token`, `cache_dir`, ...).
 
         Raises:
@@ -279,8 +279,8 @@ class GenomeModule(nn.Module):
         """Return the layer that holds a tensor (None if the layer is gone) and the tensor's attribute in the layer."""
         *path, attribute = name.split(".")
         layer: Any = self
-        for part in path:
-            layer = layer._modules.get(part) if layer is not None else None
+        for key in path:
+            layer = layer._modules.get(key) if layer is not None else None
         return layer, attribute
 
     def _place(self, weights: dict[str, Any]) -> list[tuple[nn.Module, str, Any]]:
@@ -336,9 +336,9 @@ class GenomeModule(nn.Module):
             args[-1].append(f"the state dict belongs to another plan: {words}; dict(state_dict) skips this check")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made: Any = type(self)
-        layer = getattr(made._pnet_class, "_made_of", (made._pnet_class,))
-        return _blank_module, (made._stated, layer), self.__getstate__()
+        cls: Any = type(self)
+        layer = getattr(cls._pnet_class, "_made_of", (cls._pnet_class,))
+        return _blank_module, (cls._stated, layer), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         built = ("_generator", "_generator_of", "_drawn", "_forwards", "_first")
@@ -379,5 +379,5 @@ def _module_class(cls: type[GenomeModule], stock: type[nn.Module]) -> type[Genom
 
 
 def _blank_module(cls: type[GenomeModule], layer: tuple[Any, ...]) -> GenomeModule:
-    made = _module_class(cls, layer[0] if len(layer) == 1 else type(blank_layer(*layer)))
-    return made.__new__(made)
+    final = _module_class(cls, layer[0] if len(layer) == 1 else type(blank_layer(*layer)))
+    return final.__new__(final)

@@ -18,7 +18,7 @@ from gbfunc.types import MatrixDims
 
 @dataclass(frozen=True)
 class TileGrid:
-    """A matrix covered by equal tiles; the last tiles are cropped. Raises ValueError unless 1 <= tile <= length."""
+    """A matrix covered by equal tiles; the last tiles are cropped. ValueError if a tile is larger than the matrix."""
 
     rows: int
     cols: int
@@ -165,7 +165,7 @@ def join_stack(tiles: Tensor, grid: TileGrid) -> Tensor:
     if _is_stack(grid):
         return tiles.reshape(*tiles.shape[:-3], grid.rows, grid.cols)
     r, c = grid.tile_rows, grid.tile_cols
-    # In compiled code, use the expression below: the compiler fuses it, but does not support a Function with a jvp.
+    # `torch.compile` does not support a Function with a jvp: compiled code uses the expression below.
     if (grid.rows % r or grid.cols % c) and not torch.compiler.is_compiling():
         return _Retile.apply(True, (grid,), tiles)[0]  # pyright: ignore[reportOptionalSubscript]
     blocks = tiles.unflatten(-3, (grid.n_rows, grid.n_cols)).transpose(-3, -2)

@@ -174,7 +174,7 @@ def holds_tensors(x: Any) -> bool:
 
 
 def refuse_packed(batch: Any) -> None:
-    """Raise ValueError if a batch has a `PackedSequence`: its rows are not examples, so it cannot be split."""
+    """Raise ValueError if a batch has a `PackedSequence`, which cannot be split because its rows are not examples."""
     if any(isinstance(x, PackedSequence) for _, x in tree_leaves(batch, packed=True)):
         raise ValueError(
             "a batch must have rows to split or vmap, got a PackedSequence: pass padded sequences and their lengths "
@@ -200,9 +200,9 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
-    """Split the rows of a batch into `n` parts. If `n` does not divide the rows, the first parts get one row more.
+    """Split the rows of a batch into `n` batches, of which the first have one row more if `n` does not divide the rows.
 
-    Parts may be empty. Scalars and values that are not tensors are copied to every part. Raises ValueError for a packed
+    Batches may be empty. Scalars and values that are not tensors are copied to all. Raises ValueError for a packed
     sequence, a sparse or nested tensor, an array, or an object with tensors as attributes.
     """
     refuse_packed(batch)

@@ -111,7 +111,7 @@ def read_arrays(
 
 
 def parse_array(content: bytes, name: str = "array") -> NDArray[Any]:
-    """Read an array from the bytes of a `.npy` file. Errors are those of `read_arrays`, for an array called `name`."""
+    """Read an array from the bytes of a `.npy` file. Raise the errors of `read_arrays`, with `name` for the path."""
     with one_error(name, "array"):
         return _read_npy(io.BytesIO(content), len(content))
 

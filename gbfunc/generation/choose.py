@@ -93,7 +93,7 @@ class _Chooser:
     remat: bool
     pieces: Mapping[str, Piece]
     of_base: Mapping[str, Callable[[torch.device], Tensor]]
-    # For each recomputed weight, the stack of each matrix, and the matrix's index there. `make_generator` adds them.
+    # For each recomputed weight, stack and index in the stack of each matrix. `make_generator` fills the lists.
     recomputed: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:
@@ -150,7 +150,7 @@ class _Chooser:
 
 
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
-    """Decide for a module for inference which weights to store as factors: weights whose factors are smaller.
+    """Choose which weights a module for inference stores as factors: weights whose factors are smaller.
 
     `tensors` is the output of a lazy generator. Returns three dicts: the dense weights by name, in the p-net's dtypes;
     the `WeightForm` of each weight that is stored as factors, by all tied names; and the factors by key.

@@ -212,7 +212,7 @@ Share = Literal["none", "layers", "shapes"]
 
 
 class Sharing(Sized):
-    """Base class of types with a field `share`, which says which matrices have some leaves in common."""
+    """Base class of types with a field `share`, which selects the matrices that have some leaves in common."""
 
     share: Share
 
@@ -226,6 +226,6 @@ class Sharing(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Name the group by the shape. "layers" adds `part`, and `name` with * for numbers; "none" returns ""."""
+        """Name the group: by the shape and, for "layers", also by `part` and by `name` with * for its numbers."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

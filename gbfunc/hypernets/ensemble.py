@@ -86,7 +86,7 @@ class Evaluation(NamedTuple):
         return tiles if scale is None else dense_tiles(tiles) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
-        """Return every tile's leaves, scaled if possible, and the scale by which to multiply tiles, otherwise None."""
+        """Return scaled leaves of every tile, and None. If leaves cannot be scaled, return the leaves and the scale."""
         hypernet, scale, groups = self.constants.hypernet, self.constants.scale, self.constants.groups
         specs, leaves = hypernet.leaves(self.constants.dims), self.all_leaves()
         if groups is not None:
@@ -97,7 +97,7 @@ class Evaluation(NamedTuple):
         return {**leaves, **{k: leaves[k] * scale.reshape(-1, *(1,) * (leaves[k].ndim - 1)) for k in linear}}, None
 
     def matrices(self, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-        """Return one matrix [R, C] per grid. Tiles belong to the grids in their order."""
+        """Return one matrix [R, C] per grid: the first from the first tiles, the second from the next tiles, ..."""
         if len(grids) > 1 and self.leaves:
             return join_all(dense_tiles(self.tiles()), grids)
         return tuple(self.matrix(grid) for grid in grids)
@@ -133,7 +133,7 @@ class Evaluation(NamedTuple):
 
 
 def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Compute the `factors` of all periodic and bilinear g-nets by one operator. Return the evaluations."""
+    """Compute the `factors` of all periodic and bilinear g-nets by one operator. Return evaluations with factors."""
     found = [*evaluations]
     which = [i for i, one in enumerate(found) if one.factors is None and isinstance(one.constants.hypernet, Waves)]
     for i, factors in zip(which, periodic_factors([found[i] for i in which]), strict=True):

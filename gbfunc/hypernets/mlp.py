@@ -139,7 +139,7 @@ class GNet(Hypernet):
 
 @dataclass(frozen=True)
 class Stochastic(GNet):
-    """An MLP that outputs the mean and log standard deviation of a weight, with the options of `gnet`."""
+    """An MLP that outputs a weight's mean and log standard deviation. Evaluation uses the mean. Options: see `gnet`."""
 
     type: ClassVar[str] = "stochastic"
     stochastic: ClassVar[bool] = True

@@ -77,7 +77,7 @@ class Periodic(Waves):
     cosine_first: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return code weights [code width, features], phases and amplitudes. If tiles share code weights: s and t."""
+        """Return code weights [code width, features], and phases and amplitudes. For shared code weights: s and t."""
         h, codes = self.known_size, self._code_weights(dims)
         coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:

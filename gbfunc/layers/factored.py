@@ -68,7 +68,7 @@ class FactoredWeight(WeightForm):
         return (self._thin_linear if use.operation == "linear" else self._thin_conv)(weight, x, bias, *use.options)
 
     def _pays(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
-        # An exported program must run for any number of rows, so the number cannot determine the choice.
+        # An exported program must run for any number of rows, so `auto` always selects the dense weight.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
         if dense or (weight.formed is not None and not weight.applied):
             return False
@@ -139,7 +139,7 @@ class FactoredWeight(WeightForm):
         flat = index.reshape(-1)
         table = left.transpose(1, 2).reshape(nr * r, nc * k)[: self.grid.rows]
         rows_Bjk = F.embedding(flat, table).reshape(flat.shape[0], nc, k)
-        # Switch off autocast, under which `nn.Embedding` returns the dtype of its weight, too.
+        # Compute these products without autocast, because autocast does not change the dtype of `nn.Embedding`.
         with outside_autocast(index.device):
             if nr == 1:
                 y_Bjc = (rows_Bjk.transpose(0, 1) @ right[0].mT).transpose(0, 1)
@@ -229,7 +229,7 @@ class RowFactors(WeightForm):
         return added(inputs["base"], delta) if "base" in inputs else delta
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the base to the batch, and its own factors to each row. ValueError for another number of rows."""
+        """Apply the base to the batch, and one set of factors to each row. ValueError for another number of rows."""
         inputs, left = weight.inputs, weight.inputs["left"]
         wide, size = x if torch.is_autocast_enabled(x.device.type) else x.to(left.dtype), x.shape[:-1]
         if left.ndim == 3:

@@ -61,7 +61,7 @@ class Target(NamedTuple):
     piece: Piece | None = None  # block of the matrix to generate; None for the entire matrix
 
     def fold(self, matrices: list[Tensor]) -> Tensor:
-        """Add offsets, fold (reshape) the matrices to the parameter, or blocks to a block, and add the base."""
+        """Add offsets, fold (reshape) the matrices to the parameter, and add the base. With `piece`, return a block."""
         if any(self.offsets):
             matrices = [m + x if x else m for m, x in zip(matrices, self.offsets, strict=True)]
         weight = self.kind.fold(matrices, self.shape)
@@ -187,7 +187,7 @@ class Weight:
 
 
 Outside = Callable[[Any, str], Any]
-"""A function `(layer, attribute) -> Weight or tensor` that generates a weight for code outside of a call."""
+"""A function `(layer, attribute) -> Weight or tensor` that generates a weight for code outside of calls."""
 
 
 def generated_attribute(attribute: str) -> str:

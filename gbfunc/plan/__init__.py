@@ -1,4 +1,4 @@
-"""The static plan: `slots` and `spec` define a plan, and `ensembles` groups tiles that are generated together."""
+"""The static plan. `slots` and `spec` define a plan. `ensembles` groups the tiles that are generated together."""
 
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble

@@ -70,7 +70,7 @@ class Unit:
         return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
-        """Return the largest g-net size, up to `max_size`, for at most `budget` parameters in all slots, or else 1."""
+        """Return the largest g-net size, up to `max_size`, for at most `budget` parameters in all slots; at least 1."""
         if self.fixed:
             return 1
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
@@ -79,7 +79,7 @@ class Unit:
         return max(1, bisect_right(sizes, budget, key=lambda size: self.cost_of(cut, size)))
 
     def step(self) -> int:
-        """Return how many parameters the unit gains if its g-nets grow to `size + 1`; 0 if this is not allowed."""
+        """Return how many parameters all slots gain if g-nets grow to `size + 1`; 0 if this size is not allowed."""
         size = self.size + 1
         most = self.hypernet.max_size(self.tiling(self.cut)[1]) or size
         if self.fixed or size > most or not self.fits(self.cut, size):
@@ -106,7 +106,7 @@ class Unit:
         return taller if dims.rows > 1 else None
 
     def set_budget(self, budget: float) -> None:
-        """Choose the tiles, and then the largest g-nets for which the unit has at most `budget` parameters."""
+        """Choose the tiles, and then the largest g-nets for which all slots have at most `budget` parameters."""
         if self.fixed and not self.spreads:
             return
         if self.spreads:
@@ -214,7 +214,7 @@ def _exchange(units: list[Unit], left: int, enough: float) -> None:
 
 
 def _share(unit: Unit, level: float) -> float:
-    # Return the number of parameters that a unit needs for level * numel^(1/3) features per slot.
+    # Return the number of parameters for level * numel^(1/3) features in each slot of the unit.
     if unit.spreads:
         return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)

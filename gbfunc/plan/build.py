@@ -138,7 +138,7 @@ def make_plan(
     name = "" if genome_bytes is None else stored_as("float16" if stored is None else stored, "stored")
 
     def build(params: int | None, squeezed: int = 0) -> Plan:
-        # For a target that is too small, `squeezed=1` generates all vectors, and 2 also gives embeddings rank 1.
+        # For a target that is too small, `squeezed=1` generates all vectors. 2 also gives embeddings the rank 1.
         share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
         if params is not None:
             if targets is None:
@@ -366,8 +366,8 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, number: int) -> tuple[
     """Return the scale and offset of matrix `number` of a tensor, from the p-net's weights, rounded to three digits.
 
     The scale is the standard deviation of the weights. A deviation that is zero or unknown is replaced by 1 / sqrt(n),
-    for a matrix with n columns or a vector of length n. For a delta, the scale is a tenth of this number. The offset is
-    the mean for vectors, and 0 for matrices and deltas.
+    for a matrix with n columns or a vector of length n. For a delta, the scale is a tenth as large. The offset is the
+    mean for vectors, and 0 for matrices and deltas.
     """
     # Cache results, because the search for a target in bytes builds many plans.
     if number in choice.scales:

@@ -46,7 +46,7 @@ class Targets(NamedTuple):
         return named and (kind.selected or kind.name == "embedding")
 
     def left_out(self, pnet: nn.Module, weights: dict[str, Tensor], prefixes: Collection[str]) -> dict[str, str]:
-        """Return `{layer: reason}` for selected layers that cannot have a delta. Names with a prefix are skipped."""
+        """Return `{layer: reason}` for selected layers that cannot have a delta, except names that have a prefix."""
         # Some libraries store the weights of quantized layers in buffers.
         packed = {k: b for k, b in pnet.named_buffers() if b.dtype in _PACKED and b.ndim > 1 and b.numel()}
         left = dict(self.hidden)
@@ -139,7 +139,7 @@ def choose(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Choose the hypernetwork of each parameter. `exclude` overrides `rules`; `rules` override `include` and defaults.
 
-    Returns the parameters, with a base only changed and new ones, and `{layer: reason}` for layers without a delta.
+    Returns the parameters (with a base, changed and new ones), and `{layer: reason}` for layers without a delta.
     """
     infos = parameter_infos(pnet) if targets is None else targets.infos
     # If some parameters require grad, parameters that do not require grad keep their values.

@@ -37,8 +37,8 @@ def tile_dims(grid: TileGrid, row_code: Encoding, col_code: Encoding) -> TileDim
 class Slot:
     """One matrix of a tensor, generated as `offset + scale * g`, where g is the output of the g-nets.
 
-    `scale` is the standard deviation of the p-net's initial weights. `offset` is their mean for a vector, otherwise 0.
-    In slots of equal `group`, tiles at the same position have some leaves in common. "" means no such leaves.
+    `scale` is the standard deviation of the p-net's initial weights. The `offset` of a vector is the mean of the
+    weights, otherwise 0. In slots of equal `group`, tiles at the same position have some leaves in common.
     """
 
     hypernet: Hypernet
@@ -108,7 +108,7 @@ class TensorPlan:
     def factored_form(
         self, dtype: torch.dtype, lazy: Lazy, base: Callable[[torch.device], Tensor] | None = None
     ) -> FactoredWeight | None:
-        """Return how layers apply factors of the weight. None means that the weight is dense.
+        """Return the form in which layers apply factors of the weight. None means that the weight is dense.
 
         With `lazy="auto"`, the layer uses factors or the dense weight, whichever is faster for the batch. `base`
         returns the tensor to which a delta is added. With None, the result only describes names and shapes.

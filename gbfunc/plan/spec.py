@@ -199,7 +199,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files. `"auto"`, whose quantization steps are trained, is only for estimates."""
+        """Return the default dtype of files. `"auto"`, whose quantization steps are trained, only if `expected`."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

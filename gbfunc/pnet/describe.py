@@ -215,7 +215,7 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """Copy the module with these tensors, which are cloned unless `bare` has the name. Tied tensors stay tied."""
+    """Copy the module with these tensors, which are cloned unless named in `bare`. Tied tensors stay tied."""
     tensors = {**weights, **buffers}
 
     def copied(name: str, own: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def _gradients(g: Tensor, A: Tensor, B: Tensor, v: Tensor, grid: TileGrid) -> Te
 
 
 def _in_cpp(grid: TileGrid) -> tuple[Callable[..., Tensors], Callable[..., Tensors]]:
-    # Cut tiles into blocks of rows, about four per thread, so that a fast thread can compute more blocks.
+    # Cut tiles into blocks of rows, about four per thread, so that a fast thread can do more blocks.
     row_blocks = max(1, min(-(-4 * torch.get_num_threads() // grid.n_tiles), grid.tile_rows // 16))
 
     def packed(X: Tensor, Y: Tensor, *leaves: Tensor) -> array[int]:

@@ -53,7 +53,7 @@ def backward_kernel(
     g, A, B, v, dA, dv, db, R, C, r, c, H,
     BY_ROWS: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Compute `dA = SA v`, where `SA[i, h]` sums `g[i, j]` over j with `A[i, h] + B[j, h] > 0`. Sum parts of dv and db.
+    """Compute `dA[i, h] = v[h] sum_j g[i, j]` over j with `A[i, h] + B[j, h] > 0`, and partial sums of dv and db.
 
     If BY_ROWS is False, compute dB: the caller passes B as `A` and A as `B`, and i is a column of the tile.
     """

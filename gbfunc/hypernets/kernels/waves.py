@@ -33,7 +33,7 @@ class Side(NamedTuple):
     """The left factors (for rows) or the right factors (for columns) of many tiles, given by codes and leaves."""
 
     codes: Tensor  # codes of the matrix's rows, or of its columns, [U, n, p]
-    weight: Tensor  # code weights [T, p, H], or [G, p, H] if the tiles of a group share them
+    weight: Tensor  # code weights [T, p, H], or [G, p, H] if tiles of a group have equal code weights
     phase: Tensor | None = None  # term of the angles A, [T, H]; None means 0
     sine: Tensor | None = None  # the coefficients s [T, H]; None means 1
     cosine: Tensor | None = None  # the coefficients t [T, H]; None means 0
@@ -97,7 +97,7 @@ def period_of(codes_Unp: Tensor) -> int:
 
 
 def have_memory(tensors: Iterable[Tensor]) -> bool:
-    """Return whether compiled code can read the tensors: not in `vmap`, and no meta or fake tensors or subclasses."""
+    """Return whether compiled code can read the tensors. False in `vmap`, and for meta, fake or subclassed tensors."""
     try:
         for x in tensors:
             if type(x) not in (Tensor, nn.Parameter) or x.is_meta:

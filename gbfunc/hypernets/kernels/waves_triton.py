@@ -33,7 +33,7 @@ D_WEIGHT, D_PHASE, D_SINE, D_COSINE, FIELDS = map(tl.constexpr, range(20, 25))
 
 @triton.jit
 def _side(table, launch: tl.constexpr, SIDES: tl.constexpr) -> Any:
-    """Find this program's side. Return the address of the side's row in the table, and the program's index there."""
+    """Return the address of the table's row for this program's side, and the program's index within the side."""
     firsts = tl.load(table + tl.arange(0, SIDES) * FIELDS + launch)
     of = table + (tl.sum((firsts <= tl.program_id(0)).to(tl.int32), axis=0) - 1) * FIELDS
     return of, tl.program_id(0) - tl.load(of + launch)
