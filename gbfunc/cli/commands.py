@@ -26,7 +26,7 @@ SIZES = (600, 1_300, 2_000, 6_000, 20_000)
 """Default budgets of `gbfunc compare`: the file sizes of periodic genomes with these numbers of parameters."""
 
 _FILES = {"demo": "train", "train": "train", "federated": "federated", "plan": "job", "bench": "lab", "compare": "lab"}
-"""{command: module in `gbfunc.cli` with its function}. The module of all other commands is `genomes`."""
+"""{command: module in `gbfunc.cli` with its function}. Other commands are in the module `genomes`."""
 
 
 class Command:
@@ -94,7 +94,7 @@ class Demo(Command, options.RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(GenomeCommand):
-    """Show what a genome file contains, and measure its network."""
+    """Show the contents of a genome file, and measure its network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class Plan(Command, options.ConfigOption):
     memory: Annotated[str | None, shows("SIZE", "the memory in --device")] = None
     # Bandwidth between ranks, such as 100Gbit or 12.5GB. Needs --ranks.
     link: Annotated[str | None, shows("RATE", "the bandwidth in --device")] = None
-    # File with the speed of a rank, as printed (JSON) by gbfunc bench --calibrate. Needs --ranks.
+    # File with the speed of a rank: the JSON that gbfunc bench --calibrate prints. Needs --ranks.
     device: Annotated[Path | None, shows("FILE", "50 Gflop/s, 10 GB/s, 10Gbit, 16GB")] = None
     # Number of examples per step, summed over all ranks. Needs --ranks.
     batch_size: Annotated[int | None, shows("INT", recipe="batch_size"), COUNT] = None
@@ -164,7 +164,7 @@ class Plan(Command, options.ConfigOption):
 class Compare(Command, options.DataOptions):
     """Compare genomes and other small networks at equal numbers of bytes."""
 
-    # Numbers of parameters. The file of a periodic genome of such a size is the budget in bytes for every method.
+    # Sizes of periodic genomes, in parameters. The size of such a genome's file is the budget of all methods.
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     # Budgets in bytes, instead of --sizes. For a pretrained p-net, the default is 1500 to 186000.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
@@ -176,7 +176,7 @@ class Compare(Command, options.DataOptions):
     seeds: Annotated[int, COUNT] = 3
     # Number of passes over the training examples, for every method. The search for settings also tries fewer passes.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
-    # dtype of the numbers in files, except for methods with a dtype of their own (such as periodic_int7).
+    # dtype of the numbers in files, except for methods that set another dtype (such as periodic_int7).
     dtype: Literal["float32", "float16"] = "float32"
     # Train every network under autocast to this dtype.
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None

@@ -1,4 +1,4 @@
-"""`gbfunc federated`: simulates, in one process, clients that train one genome on examples of their own."""
+"""`gbfunc federated`: simulates, in one process, clients that train one genome, each on private examples."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     from gbfunc import federated as fed
 
     task, seed = job.task, options.data.seed
-    # The division of examples among clients is the same for all seeds.
+    # Examples are divided among clients without the seed, so that runs with different seeds have equal clients.
     indices = [torch.from_numpy(i) for i in fed.partition(task.train.y, options.clients, options.alpha)]
 
     def examples(context: Any) -> Any:

@@ -297,7 +297,7 @@ def run_export(options: Export) -> None:
         x = torch.randn(shape, generator=generator)
     with open_folder(out.parent):
         if plan.base is not None and options.weights != "genome":
-            # Export the network alone: its weights already include the adapter's changes.
+            # Export the network without the genome: the weights already include the adapter's changes.
             result = export_module(out, net, x, options.to)
         else:
             result = gb.export(out, plan, gb.load(options.genome)[1], net, x, options.weights, options.to)

@@ -202,7 +202,7 @@ class StoredOptions:
     """How the genome is stored."""
 
     # dtype of the numbers in the genome's file. intN: integers of N bits, to which the trained numbers are rounded.
-    # auto: integers whose quantization steps are trained, too; needs --genome-bytes.
+    # auto: integers whose quantization steps are also trained; needs --genome-bytes.
     dtype: Annotated[DtypeName | None, shows(DtypeName, "float32; auto with --genome-bytes")] = None
 
 
@@ -261,7 +261,7 @@ class ExecutionOptions:
     pipeline: Annotated[PipelineName | None, shows(PipelineName, "1f1b along a pipeline axis")] = None
     # Number of equal parts into which a step divides its batch. The gradients of the parts are summed.
     microbatches: Annotated[int | None, shows("INT", "1; with a pipeline up to 4 times its ranks"), COUNT] = None
-    # Number of steps that each rank takes alone, between two exchanges of the ranks' updates (DiLoCo).
+    # Number of steps that ranks take independently, between two exchanges of their updates (DiLoCo).
     local_steps: Annotated[int | None, shows("INT", "ranks sum each gradient"), COUNT] = None
     # Learning rate at which exchanged updates are applied. 1 without momentum averages the ranks' genomes.
     outer_lr: Annotated[float, POSITIVE] = 1.0

@@ -198,7 +198,7 @@ def open_logs(
 
 @contextmanager
 def reporter(label: str, total_steps: int, *, silent: bool = False, split: str = "validation") -> Iterator[Report]:
-    """Show the progress of a training on standard error, as a bar in a terminal, and otherwise in about five lines."""
+    """Show the progress of a training on standard error: in a terminal as a bar, otherwise in about five lines."""
     console = Console(stderr=True)
     is_bar, following = console.is_terminal and not silent, 0
     columns = ("{task.description}", MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[val]}")

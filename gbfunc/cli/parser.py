@@ -71,7 +71,7 @@ def _nearest(word: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def config_words(command: str, argv: Sequence[str]) -> list[str]:
-    """Return the options in the file that `--config` names as arguments; [] without `--config`.
+    """Write the options in the file of `--config` as arguments: `["--steps=100", ...]`; [] without `--config`.
 
     The file may have all options of `gbfunc train`; other commands ignore options that they do not have. If an argument
     in `argv` excludes an option of the file, the option is ignored: `--steps` overrides `epochs`.

@@ -24,7 +24,7 @@ IDENTITY, RATE, SENT_AS, PROXIMAL, ROUND = "id", "lr", "as", "proximal-mu", "ser
 """Entries of a message's config: `wire.identity`, learning rate, dtype of the reply, FedProx's weight, round."""
 
 REFUSED, _RESIDUAL = 100, "left"
-"""The error code of a client that refuses a message (Flower's codes are smaller); the name of the error feedback."""
+"""The error code of a refused message (Flower's codes are smaller); the name of a client's stored rounding error."""
 
 
 def client_app(

@@ -64,7 +64,7 @@ class _Reply(NamedTuple):
 
 
 class _EachReply:
-    """A grid (connection to nodes) that pulls each reply alone. Flower's grid drops all replies if one is damaged.
+    """A grid (connection to nodes) that pulls replies one by one. Flower's grid drops all replies if one is damaged.
 
     This grid also refuses a reply whose sender is not the node that got the message.
     """
@@ -160,9 +160,9 @@ class GenomeStrategy(Strategy):
         self.strategy.summary()
 
     def train(self, grid: Grid, rounds: int, **options: Any) -> Result:
-        """Train until `rounds` rounds are done, including rounds in the checkpoint; resume from it if it exists.
+        """Train until `rounds` rounds are done. If the checkpoint exists, resume from it and count its rounds.
 
-        `grid` is Flower's grid of nodes, and `options` are those of `Strategy.start`. Raises `ValueError` if the
+        `grid` is Flower's grid of nodes, and `options` go to `Strategy.start`. Raises `ValueError` if the
         checkpoint was written by a different server, or if all clients refuse a message.
         """
         self._grid = grid if isinstance(grid, LocalGrid) else None

@@ -40,7 +40,7 @@ FORMATS = ("float32", "float16", *BITS)
 
 def difference(here: str, there: str) -> str | None:
     """Describe the first difference between two values of `Wire.identity` (gbfunc version, base, plan), or None."""
-    # Compare bases before plans: plans of different bases differ, too, but the error should name the base.
+    # Compare bases before plans: if bases differ, plans differ as well, but the error should name the base.
     for name, a, b in zip(("library", "base", "plan"), here.split("/"), f"{there}//".split("/"), strict=False):
         if a != b:
             cure = "all sides need one version of gbfunc, one genome file, and the pretrained network that it names"

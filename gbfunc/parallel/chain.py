@@ -39,7 +39,7 @@ _LAYERS: dict[Any, tuple[str, ...]] = {
 
 
 class Chain(NamedTuple):
-    """The traced graph of a loss. Every node knows the cell that it belongs to.
+    """The traced graph of a loss, whose nodes are assigned to cells.
 
     The dict `meta` of a node has the node's `cell`, the last cell that needs the node's value (`end`), and whether an
     operator writes to the memory of the value (`written`). For an input of the graph, `meta["origin"]` is the name of a
@@ -53,10 +53,10 @@ class Chain(NamedTuple):
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the blocks: the layers in the largest list of at least `stages` layers, by parameters.
+    """Return the names of the blocks: the layers of the list with the most parameters, and >= `stages` layers.
 
-    `splits` names the first block of every stage except the first stage. The blocks are then all children of
-    the modules' parent. Raises ValueError if `splits` is wrong, or if the p-net has no such list.
+    `splits` names the first block of every stage except the first stage. The blocks are then all child modules of the
+    module that contains these blocks. Raises ValueError if `splits` is wrong, or if the p-net has no such list.
     """
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}
@@ -292,7 +292,7 @@ def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory an operator changes. An operator may contain all of a `torch.no_grad` block."""
+    """Return the nodes whose memory an operator changes. A `torch.no_grad` block is one operator of the graph."""
     if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return [_memory(node.args[0])]  # pyright: ignore[reportArgumentType]
     found = []

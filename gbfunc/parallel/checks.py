@@ -20,7 +20,7 @@ def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: 
     """Compare named tensors or texts between the ranks of an axis; all ranks of the axis must call.
 
     Raises:
-        ValueError: on every rank, if a rank differs from the first rank; the message says in which names and texts.
+        ValueError: on every rank, if a rank differs from the first rank; the message lists what differs.
         CollectiveError: if a rank is missing.
     """
     ranks, names = mesh.axis(axis).ranks, sorted(named)

@@ -1,4 +1,4 @@
-"""Counts what one rank computes, stores and sends in the forward of a p-net, per block, on the meta device.
+"""Counts the operations and the stored and sent bytes of one rank in a p-net's forward, per block, on the meta device.
 
 All layers run as in training, but a `DryWire` counts the bytes that tensor-parallel layers would send, and sends
 nothing. Cell 0 is before the first block, cell i is block i (counted from 1), the last cell is after the last block.

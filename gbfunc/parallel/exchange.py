@@ -79,7 +79,7 @@ def reduce_step(
     """Average the results of a step over the global batch, in one all-reduce, or in two if leaves are split.
 
     `loss`, `aux` (more results of the loss function) and `buffers` were computed from this rank's rows; `rows` is their
-    number. `gradients` are those of `rows * loss`. Gradients of split leaves are already summed over the g-net axis.
+    number. `gradients` belong to `rows * loss`; for split leaves, they are already summed over the g-net axis.
     Numbers and scalar tensors in `aux` are averaged; other values in `aux` are not exchanged. `before` has the buffers
     to average, as they were before the step. `agreed` lists, for each value in the previous step's `aux`, its path and
     whether it is averaged. If the entries of a rank differ from `agreed`, all ranks compare their entries.
@@ -179,7 +179,7 @@ def shard_state(layout: Layout, state: Any) -> Any:
         return state
     flat = flatten_tree(state)
     for name, leaf in _split_tensors(layout, flat).items():
-        # Copy the rows, because a view would keep the memory of all rows alive.
+        # Copy the rows, because a view would keep the memory of all rows in use.
         flat[name] = flat[name][layout.split[leaf]].clone() if flat[name].ndim else flat[name]
     return unflatten_tree(flat, state)
 

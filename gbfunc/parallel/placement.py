@@ -81,7 +81,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
 def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Return the bytes that each rank sends (to gather tiles, to sum their gradients), for the ensembles `names`."""
+    """Return the bytes that each rank sends for the ensembles `names`: (to gather tiles, to sum their gradients)."""
     shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):
@@ -102,7 +102,7 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """Return the weights' dtype if tiles can be sent in it, with fewer bytes than in the genome's dtype, or None."""
+    """Return the weights' dtype if tiles can be sent in it with fewer bytes than in the genome's dtype, else None."""
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
     if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:

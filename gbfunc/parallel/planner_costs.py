@@ -112,7 +112,7 @@ class Model:
         return ""
 
     def layouts(self, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
-        """Yield (layouts that differ only in the number of microbatches, ""), or ([layout], why it cannot run)."""
+        """Yield layouts that differ only in the number of microbatches, and the reason why they cannot run, or ""."""
         divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
         for tensor in divisors:
             sizes = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor}

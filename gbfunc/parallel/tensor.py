@@ -236,7 +236,7 @@ class TensorParallel:
         self.by_class = isinstance(placement, Shard) and not split
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Return the context for backward: `loss_parallel` if the output's classes are split, otherwise no context."""
+        """Return the context for backward: `loss_parallel` if the output's classes are split, otherwise empty."""
         # The caller may have entered `loss_parallel`, which torch cannot nest: do not enter again.
         handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
         active = torch.ops.aten._log_softmax.default in handlers

@@ -65,7 +65,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the factors if they are faster than the weight, otherwise None. With `sent`, messages count, too."""
+    """Return the factors if they are faster than the weight, otherwise None. With `sent`, also count messages."""
     own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
@@ -119,7 +119,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     else:
         summand = thin_product(x, scale_gradient(factors[1], wire.axis.size), cols)
     y, at, sizes = _summed(split, summand)
-    # If the output is split by rows, ranks have different summands of these two gradients, as in `_by_rows`.
+    # If the output is split by rows, ranks have different summands of the gradients of left factor and bias.
     factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
     if factors is not None:
         y = from_thin(y, scale_gradient(factors[0], factor), ((0, rows),))

@@ -193,7 +193,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
 
 
 def control_task(env: Environment, settings: Settings) -> Task:
-    """Make the task of an environment for PPO. The learning rate falls linearly to 0, in steps after each rollout."""
+    """Make the task of an environment for PPO. The learning rate falls linearly to 0, but not within a rollout."""
     interface = Interface(env.inputs, env.n_actions, actions="choice" if env.discrete else "vector")
     size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
     recipe = Recipe(
@@ -325,7 +325,7 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tup
 
 
 def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tensor]) -> tuple[NDArray[np.float64], int]:
-    """Play one episode in each of N = `number` environments. Return the undiscounted returns [N] and all steps.
+    """Play one episode in each of N = `number` environments. Return the undiscounted returns [N] and the steps.
 
     `act` maps observations [N, O] to actions on the CPU: indices [N] or vectors [N, A].
     """

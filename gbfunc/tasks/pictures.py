@@ -90,7 +90,7 @@ def _recipe(head: int, pictures: int, pnet: PNet, genome_params: float) -> Recip
     batch_size = min(32, pictures)
     # Train for about 450 steps, within the limits of 5 and 20 passes over the pictures.
     epochs = min(max(5, math.ceil(450 * batch_size / pictures)), 20)
-    # `base_rate` was chosen for texts. For pictures, a third of it was best: 1e-2, tried with 3e-2 and 3e-3.
+    # `base_rate` was chosen for texts. For pictures, a third was best (1e-2; 3e-2 and 3e-3 were also tried).
     lr = base_rate(genome_params - head if genome_params > head else genome_params) / 3
     return replace(_FINE_TUNING, lr=lr, batch_size=batch_size, epochs=epochs)
 

@@ -67,7 +67,7 @@ class Transitions(NamedTuple):
 
 
 def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:
-    """Return the distribution of actions: categorical (logits [B, A]), or normal (means and log deviations [B, 2A])."""
+    """Return the distribution of actions: categorical (logits [B, A]), or normal (means, log deviations [B, 2A])."""
     if discrete:
         return Categorical(logits=numbers_BP, validate_args=False)
     mean_BA, log_std_BA = numbers_BP.chunk(2, -1)
@@ -99,8 +99,8 @@ def ppo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss (clipped policy loss + clipped value loss - entropy bonus, over valid transitions) and metrics.
 
-    Advantages are normalised over the minibatch. The metrics are the loss's terms (`entropy` in nats), the fraction
-    `clipped` of clipped ratios, and `kl` of acting and current policy (http://joschu.net/blog/kl-approx.html).
+    Advantages are normalised over the minibatch. The metrics are the loss's terms (`entropy` in nats), `clipped`
+    (fraction of clipped ratios) and `kl`, KL(acting policy, current policy) by http://joschu.net/blog/kl-approx.html.
     """
     count = batch.valid.sum().clamp(min=1.0)
 

@@ -108,16 +108,16 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
     First run a step of a tiny case, which loads libraries and compilers, so that their memory is not counted.
     """
     cuda = device.type == "cuda"
-    with contextlib.suppress(OSError, AttributeError):  # A C library other than glibc
+    with contextlib.suppress(OSError, AttributeError):  # The C library may not be glibc
         # Set glibc's M_MMAP_THRESHOLD (-3). Otherwise glibc raises the threshold when a large array is freed, and keeps
         # later arrays of up to 32 MiB in its heap.
         ctypes.CDLL(None).mallopt(-3, 2**17)
     make(_tiny(case))()
-    gc.freeze()  # Do not collect the libraries' million objects, which would take longer than the steps.
+    gc.freeze()  # Keep the libraries' million objects out of later collections, which would take longer than steps.
     before = torch.cuda.max_memory_allocated(device) if cuda else peak_resident()
     step = make(case)
     gc.collect()
-    # Reset the peak. On systems without a reset, the memory for building the variant is counted, too.
+    # Reset the peak. Systems without a reset also count the memory for building the variant.
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -155,7 +155,7 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
 
 
 def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
-    """Return {factor: p-net with scaled widths}; with factor 2, too, for budgets of a bit or more per parameter."""
+    """Return {factor: p-net with scaled widths}; for budgets of a bit or more per parameter also with factor 2."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}
@@ -164,7 +164,7 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-net that fits, of at most 4 times the task's width; for MLPs, with 0, 1 and 2 hidden layers."""
+    """Find the widest p-net that fits, up to 4 times the task's width. For MLPs, find one per depth (0 to 2 hidden)."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:

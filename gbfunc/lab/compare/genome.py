@@ -1,4 +1,4 @@
-"""The methods that train a genome, with one type of g-net each. A method writes a genome file, which has the plan."""
+"""The methods that train a genome, with one type of g-net each. The network's file is a genome file, with the plan."""
 
 import json
 from collections.abc import Mapping

@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The chosen settings and the results of the trainings of a comparison up to now."""
+    """The settings and the results that a comparison has found up to now."""
 
     choices: tuple[Choice, ...] = ()
     rows: tuple[Row, ...] = ()

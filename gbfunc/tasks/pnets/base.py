@@ -38,7 +38,7 @@ class Interface(NamedTuple):
     tokens: bool = False  # whether inputs are tokens (integers), with a prediction for each position
     vocabulary: int = 0  # number of tokens, for a task of texts with classes; otherwise 0
     pad: int = 0  # token that pads short texts, for a task of texts with classes
-    actions: Literal["choice", "vector"] | None = None  # what an action is, for a task of control
+    actions: Literal["choice", "vector"] | None = None  # the kind of action, for a task of control
 
     @property
     def reads(self) -> str:
@@ -54,8 +54,8 @@ class PlanOptions(NamedTuple):
     # {name of a parameter: (encoding of its rows, encoding of its columns)}
     encodings: Mapping[str, tuple[Encoding | None, Encoding | None]] = MappingProxyType({})
     rules: tuple[tuple[str, Hypernet | None], ...] = ()  # (regular expression of names, type of g-nets), ...
-    include: tuple[str, ...] = ()  # patterns of parameters to generate in addition to the default ones
-    exclude: tuple[str, ...] = ()  # patterns of parameters to keep direct
+    include: tuple[str, ...] = ()  # regular expressions: more parameters to generate
+    exclude: tuple[str, ...] = ()  # regular expressions: parameters to keep direct
     max_tile: MaxTile = None  # largest size of a tile
     base: Literal["own"] | None = None  # "own" if the genome is an adapter of the pretrained p-net
     target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None means the default
@@ -195,7 +195,7 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import `package.module:name`, also from the working folder. Errors say that it must return `returns`."""
+    """Import `package.module:name`, also from the working folder. Errors name the expected result `returns`."""
     # Search the working folder too, which Python leaves out when it runs the script `gbfunc`.
     sys.path.insert(0, folder := os.getcwd())
     try:

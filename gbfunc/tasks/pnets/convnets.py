@@ -111,8 +111,8 @@ class ResNet(nn.Module):
     """A residual network for small images, whose first convolution is 3 x 3 (He et al., 2015, sections 4.1 and 4.2).
 
     The first stage has `width` channels. Each further stage doubles the channels and halves the rows and columns. A
-    stage has `blocks` blocks of two convolutions. With `padded`, shortcuts have no parameters (option A
-    of section 4.2), and initial weights are as in section 4.2.
+    stage has `blocks` blocks of two convolutions. With `padded`, shortcuts have no parameters (option A of section
+    4.2), and initial weights are as in section 4.2.
     """
 
     def __init__(

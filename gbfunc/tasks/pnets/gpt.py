@@ -58,7 +58,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # Blocks add 2 * layers outputs to the residual stream. Smaller weights keep the sum's variance (GPT-2).
+                # Blocks add 2 * layers outputs to the residual stream. Smaller weights limit its variance (GPT-2).
                 deep = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=_STD / math.sqrt(2 * layers) if deep else _STD)
 
@@ -76,7 +76,7 @@ def gpt(
     hidden: int | None = None,
     bias: bool = False,
 ) -> PNet:
-    """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU; None makes `hidden` 4 x `width`."""
+    """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU. `None` stands for 4 x `width`."""
     base.check_reads("gpt", interface, "text", 1)
     # Keep None as `hidden` in the configuration, so that `hidden` changes with `width`.
     config = dict(layers=layers, width=width, heads=heads, hidden=hidden, bias=bias)
@@ -88,7 +88,7 @@ def gpt(
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
-    """Return plan options for a `GPT`. All blocks share code weights. Position embeddings are generated, too."""
+    """Return plan options for a `GPT`. All blocks share code weights. Position embeddings are also generated."""
     # In small genomes, fix the norms: next layers can express their scales, and saved parameters become sines.
     positions = (r"^positions\.weight$", periodic(min(*interface.inputs, width), frequency=2.5))
     plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))

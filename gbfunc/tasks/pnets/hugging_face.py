@@ -233,7 +233,7 @@ def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf
 
 @functools.cache
 def _unpacked(file: Path) -> Path:
-    """Convert a GGUF file to a folder (in `$GBFUNC_CACHE`, or temporary), which loads 100 times as fast."""
+    """Convert a GGUF file to a folder, which loads 100 times as fast as the file: in `$GBFUNC_CACHE`, or temporary."""
     transformers, _ = (import_extra(name, f"reading {file.name}", "gbfunc[llm]") for name in ("transformers", "gguf"))
     cache, gguf = os.environ.get("GBFUNC_CACHE"), {"gguf_file": file.name}
     folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")
