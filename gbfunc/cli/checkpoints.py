@@ -121,7 +121,7 @@ class Checkpoints:
 def checkpoints(
     options: RunOptions, settings: JSON, steps: int, unit: int, train_step: TrainStep
 ) -> Iterator[Checkpoints | None]:
-    """Open the checkpoints of a training. In this context, SIGINT or SIGTERM stops after a checkpoint is saved."""
+    """Open a training's checkpoints. In this context, SIGINT or SIGTERM stops the training after a checkpoint."""
     output = options.output
     if not isinstance(output, CheckpointOptions) or (output.checkpoint_every, output.resume) == (None, None):
         yield None

@@ -59,7 +59,7 @@ class Command:
 class GenomeCommand(Command, options.ConfigOption, options.DataOptions):
     """Base class of commands that read a genome. By default, the genome's file names the task and the p-net."""
 
-    # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
+    # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or your module:function.
     task: Annotated[str, shows("NAME", "the task of the genome")] = ""
     # Genome file of gbfunc train, or a web page or QR code of gbfunc export.
     genome: Annotated[Path, arg(metavar="FILE")]

@@ -101,14 +101,14 @@ class ConfigOption:
 class DataOptions:
     """The task and the p-net (the network that solves the task)."""
 
-    # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or module:function.
+    # Task: digits, mnist, fashion-mnist, cifar10, images, text, chat, trec, texts, control, or your module:function.
     task: Annotated[str, arg(metavar="NAME")] = "digits"
     # Folder with the task's data, or a file for text and chat. digits, control and text also run without data.
     data_dir: MaybePath = None
     # Options of the task, such as '{"context": 128, "vocabulary": 1024}' for text.
     task_config: Annotated[str, shows("JSON")] = "{}"
     # Network: mlp, convnet, lenet5, allconv, resnet18, resnet20, resnet56, vit, gpt, actor_critic,
-    # recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or module:function.
+    # recurrent_actor_critic, conv_actor_critic, hf:TYPE (Hugging Face), or your module:function.
     pnet: Annotated[str | None, shows("NAME", recipe="pnet")] = None
     # Options of the p-net, such as '{"layers": 6, "width": 384, "heads": 6}' for gpt.
     pnet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
@@ -186,7 +186,7 @@ class TrainingOptions:
     # Class of torch.optim: Adam, AdamW, SGD, NAdam, Muon, ...
     optimizer: Annotated[str | None, shows("NAME", recipe="optimizer")] = None
     # Options of the optimizer, such as '{"momentum": 0.9}'.
-    optimizer_config: Annotated[str, shows("JSON", "the recipe's options")] = "{}"
+    optimizer_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
     # Weight decay of the genome.
     weight_decay: Annotated[float | None, shows("FLOAT", "the optimizer's default")] = None
     # Gradients with a larger norm are scaled down to this norm; inf turns this off.
@@ -243,7 +243,7 @@ class CheckpointOptions(OutputOptions):
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How steps run, and how they are split over the ranks of torchrun."""
+    """How steps run, and how they are split over ranks (the processes of torchrun)."""
 
     # Run the p-net under autocast. Weights are still generated in float32.
     amp: Annotated[Literal["bfloat16", "float16"] | None, shows("bfloat16|float16")] = None

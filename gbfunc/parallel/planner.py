@@ -186,7 +186,7 @@ def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
         sent = (cell.sent + cell.sent_back) / device.link + cell.messages * device.latency
         compute.append(3 * work + sent)
         moved = 6 * (cell.weights + cell.transient)  # A step reads or writes each weight six times
-        repeats = 4 / 3 * m if layout.remat == "layer" else 1.0  # Forward runs twice, a third of the work
+        repeats = 4 / 3 * m if layout.remat == "layer" else 1.0  # Forward (1/3 of the work) runs twice
         generate.append(repeats * (cell.generation / device.flops + moved / device.bandwidth))
     busy = [m * sum(compute[s] for s in mine) + sum(generate[s] for s in mine) for mine in layout.stages]
     # `waits` is the idle time of a pipeline, in units of the busiest rank's time for one microbatch. `hops` is the time

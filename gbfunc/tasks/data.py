@@ -1,4 +1,4 @@
-"""Data sets. For training they yield random batches; for evaluation they yield all examples in order, in chunks.
+"""Data sets, which yield random batches for training, and chunks of all examples in order for evaluation.
 
 All random numbers are drawn on the CPU, so that results do not depend on the device.
 

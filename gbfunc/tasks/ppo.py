@@ -80,7 +80,7 @@ def gae(
     r"""Compute generalised advantage estimates [T, N] (Schulman et al., 2016, equation 16).
 
     $\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)$, $\hat A_t = \delta_t + \gamma \lambda \hat A_{t+1}$. After an
-    episode's last step, $\hat A_{t+1}$ is 0. After a termination, $V(s_{t+1})$ is 0; after a truncation, it is not.
+    episode's last step, $\hat A_{t+1}$ is 0. After a termination, $V(s_{t+1})$ is 0, unlike after a truncation.
 
     `values_TN` [T + 1, N] has the values of the states before each step, and of the state after the last step.
     """

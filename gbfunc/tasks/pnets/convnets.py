@@ -131,7 +131,7 @@ class ResNet(nn.Module):
 
 
 def _normed_plan(norms: str) -> PlanOptions:
-    # Fix the norms' scales at 1: weights of the next layers can express them, and the genome has room for sines.
+    # Fix the norms' scales at 1: the next layers can scale instead, and the genome can have more sines.
     return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=((norms, constant(1.0)),))
 
 
@@ -145,7 +145,7 @@ def all_conv(interface: Interface, *, width: int = 96) -> PNet:
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     """Describe a `LeNet5` for an image task, with `width` channels in the second convolution."""
-    # Fix the convolutions' biases at 0: the hidden layer has biases, and saved parameters become sines of g-nets.
+    # Fix the convolutions' biases at 0: the hidden layer has biases, and the genome can have more sines.
     rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
     return _of_maps("lenet5", lenet5, interface, LeNet5, width, "5.weight", rules)
 
