@@ -1,4 +1,4 @@
-"""The commands `bench` (steps of genomes and of dense p-nets) and `compare` (genomes and other methods)."""
+"""The commands `bench` (speed of genomes and dense p-nets) and `compare` (accuracy of genomes and other methods)."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def run_compare(options: Compare) -> None:
 
 def _problems(options: Compare, task: Task, dtype: torch.dtype, pretrained: bool) -> list[Problem]:
     problems = []
-    # In 186,000 bytes, a file has LoRA of rank 1 on all layers of MiniLM, and the classifier.
+    # The last budget is enough for the classifier and LoRA of rank 1 on all layers of MiniLM.
     usual = (1_500, 3_000, 6_000, 12_000, 24_000, 48_000, 186_000)
     budgets = options.bytes or (usual if pretrained and options.sizes is None else None)
     if budgets is None:
         sized = [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     else:
-        # A pretrained p-net needs no periodic genome: its size is the number of float32 numbers in the budget.
+        # For a pretrained p-net, the size is not that of a periodic genome, but the budget in float32 numbers.
         sized = [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(budgets))]
     for size, budget in sized:
         recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))

@@ -159,7 +159,7 @@ def tell(line: str) -> None:
 
 @dataclass
 class Best:
-    """Keeps the genome with the best validation metric in a file. A call after each validation replaces the file."""
+    """Keeps the genome with the best validation metric in a file, if called after every validation."""
 
     path: Path
     metric: Metric

@@ -48,7 +48,7 @@ def find_device(name: str) -> torch.device:
 
 
 def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
-    """Call `prepare` on rank 0, then on one rank of each other machine, then on all others, which find its files."""
+    """Call `prepare` on rank 0, then on one rank of each other machine, then on the others, which find the files."""
     turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
     prepared = failure = None
     for now in range(3):

@@ -208,7 +208,7 @@ def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks:
 
 
 def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], seed: int) -> gb.Genome | None:
-    """Fit a genome to a teacher's weights; None if its accuracy is nearer to chance than to the teacher's accuracy."""
+    """Fit a genome to a teacher's weights; None if the accuracy is nearer to chance than to the teacher's."""
     task, plan, metric = job.task, job.plan, job.task.metric
     if teacher is None:
         return None

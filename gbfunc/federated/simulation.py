@@ -54,7 +54,7 @@ class LocalGrid(Grid):
         task._task_id, task._run_id, task._node_id = self._before
 
     def states(self) -> Iterator[tuple[int, bytes]]:
-        """Yield number and serialized `context.state` of every node whose state is not empty."""
+        """Yield the number and the serialized `context.state` of every node whose state is not empty."""
         for number, context in self._contexts.items():
             if context.state:
                 yield number, recorddict_to_proto(context.state).SerializeToString()

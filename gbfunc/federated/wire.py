@@ -26,7 +26,7 @@ from gbfunc.untrusted import parse_array
 Vector = NDArray[np.float32]
 
 NUMBERS, CODES, PLACES = "genome", "codes", "places"
-"""Names of arrays in a message: all numbers [P], or packed integers, or the K largest numbers and their places."""
+"""Names of arrays in a message: all numbers [P], or packed integers, or the K largest numbers and their positions."""
 
 # Pack integers as in a genome's file, but with an empty plan: server and clients already have the plan.
 _NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))

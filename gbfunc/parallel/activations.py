@@ -101,7 +101,7 @@ class _Moved(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float, seen: list[Tensor] | None = None) -> Tensor:
-    """Return `x`. Backward multiplies its gradient by `factor`, and appends the gradient before that to `seen`."""
+    """Return `x`. Backward appends the incoming gradient to `seen`, and multiplies it by `factor`."""
     if factor == 1.0 or not (y := x.view_as(x)).requires_grad:
         return x
 

@@ -53,7 +53,7 @@ class Chain(NamedTuple):
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the blocks: the layers of the list with the most parameters, and >= `stages` layers.
+    """Return the names of the blocks: of all lists of >= `stages` layers, the layers of the list with most parameters.
 
     `splits` names the first block of every stage except the first stage. The blocks are then all child modules of the
     module that contains these blocks. Raises ValueError if `splits` is wrong, or if the p-net has no such list.

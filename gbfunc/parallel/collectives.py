@@ -162,7 +162,7 @@ def stack_ranks(mesh: Mesh, named: Mapping[str, Tensor]) -> Params:
 
 
 def gather_objects(mesh: Mesh, x: Any, axis: AxisName = "world") -> list[Any]:
-    """Return the objects of all ranks of an axis, in the order of ranks. `mesh.traffic` does not count these bytes."""
+    """Return the objects of all ranks of an axis, in the order of ranks. `mesh.traffic` does not count the bytes."""
     ranks = mesh.axis(axis)
     if ranks.size == 1:
         return [x]

@@ -44,7 +44,7 @@ class Cell:
     largest: float = 0.0  # Bytes of the largest saved tensor
     weights: float = 0.0  # Bytes of generated weights or factors that are stored until the end of the step
     graph: float = 0.0  # Bytes that autograd saves when the stored weights are generated
-    transient: float = 0.0  # Bytes of weights that are generated again for each use, and that autograd saves for them
+    transient: float = 0.0  # Bytes of weights that are generated again for each use, with tensors that autograd saves
     passing: float = 0.0  # Bytes of `transient` that belong to its largest weight
     generation: float = 0.0  # Operations to generate weights, in forward and backward
 

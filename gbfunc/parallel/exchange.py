@@ -147,7 +147,7 @@ def _number(x: Any) -> Tensor | None:
 
 
 def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the sum of all ranks' weights, and for each tensor the mean over ranks with these weights."""
+    """Return the sum of the ranks' weights, and the weighted mean of each tensor over the ranks."""
     if layout.mesh.world == 1:
         return weight, tensors
     # Send the weight in float32: with a float64 weight, all tensors would be sent in float64.

@@ -117,7 +117,7 @@ class Pipeline:
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
-        """Trace the loss of a microbatch, if its shapes are new. Layers are in training mode if they are in `like`."""
+        """Trace the loss of a microbatch, if its shapes are new. Layers have their training modes from `like`."""
         device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key

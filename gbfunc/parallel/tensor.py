@@ -262,7 +262,7 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Make DTensors of pieces. Ranks later sum gradients, so divide by the number of ranks if they are equal."""
+        """Make DTensors of pieces. Divide gradients that are equal on all ranks, because ranks sum them later."""
         placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, key = name.rpartition("_form.")

@@ -38,7 +38,7 @@ Report = Callable[[int, str, str | None], None]
 
 
 class Trainer(NamedTuple):
-    """The functions with which `fit` trains a genome or a dense network."""
+    """The first state and the functions with which `fit` trains a genome or a dense network."""
 
     state: Any  # the state before the first step
     # Maps a state and a batch to the next state, the loss, and other metrics of the batch.

@@ -69,7 +69,7 @@ def _import_peft() -> Any:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The method of an adapter from the package `peft`, trained by Adam together with the classifier.
+    """A method: an adapter from the package `peft`, trained by Adam together with the classifier.
 
     To fill a budget, the adapter is first applied with its smallest size to as many of the last blocks as fit. Then the
     size is increased.

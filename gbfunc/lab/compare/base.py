@@ -135,7 +135,7 @@ def in_use(module: nn.Module) -> Params:
         state.pop(f"{name}.num_batches_tracked", None)
         scale = state[f"{name}.weight"] / (state.pop(f"{name}.running_var") + norm.eps).sqrt()
         state[f"{name}.bias"] = state[f"{name}.bias"] - scale * state.pop(f"{name}.running_mean")
-        # In the loaded network, the norm's running variance is 1: it divides by (1 + eps) ** 0.5, undone here.
+        # In the loaded network, the running variance is 1, and the norm divides by (1 + eps) ** 0.5: compensate.
         state[f"{name}.weight"] = scale * (1 + norm.eps) ** 0.5
     return state
 

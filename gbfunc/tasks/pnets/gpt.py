@@ -76,7 +76,7 @@ def gpt(
     hidden: int | None = None,
     bias: bool = False,
 ) -> PNet:
-    """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU. `None` stands for 4 x `width`."""
+    """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU, with 4 x `width` for `hidden`."""
     base.check_reads("gpt", interface, "text", 1)
     # Keep None as `hidden` in the configuration, so that `hidden` changes with `width`.
     config = dict(layers=layers, width=width, heads=heads, hidden=hidden, bias=bias)
