@@ -1,4 +1,4 @@
-"""The base of an adapter: the frozen tensors of a pretrained p-net. A genome adds generated deltas to some of them.
+"""The base of an adapter: the frozen tensors of a pretrained p-net. A genome adds deltas to some of these tensors.
 
 A genome's file has a hash of the base (`digest`) instead of the base's tensors.
 """

@@ -130,7 +130,7 @@ def fit_genome(
     Args:
         plan: the plan.
         trained: a module with the p-net's architecture, or its parameters and buffers by name.
-        pnet: the base, if the plan has a base. The deltas are fitted to the difference from the base.
+        pnet: the base, if the plan has a base. The deltas are fitted to `trained` minus the base.
         start: the genome from which the fit starts; by default, a random genome drawn with `seed`.
         seed: seed of the drawn genome.
         steps: number of Adam steps. With 0, only leaves in which tiles are linear are fitted.

@@ -28,7 +28,7 @@ Noise = Mapping[str, Params]
 _DRAWS = 8  # Maximum number of draws of a slot's leaves
 _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A matrix is constant if its standard deviation falls below this fraction without the mean
-_LARGE, _MANY = 1 << 20, 64  # `moments` forms no matrix of over _LARGE weights if all factors have _MANY columns
+_LARGE, _MANY = 1 << 20, 64  # `moments` forms no matrix of over _LARGE weights if factors have _MANY columns in all
 _SAMPLED = 64  # Statistics of a tile use a sample of at most this many rows and columns
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 
@@ -213,8 +213,8 @@ def flatten(genome: GenomeLike) -> tuple[Tensor, Callable[[Tensor], Genome]]:
     """Return a genome as one vector of P numbers, [P], and a function that converts a vector to a genome.
 
     The vector is for evolution strategies and for optimizers of other packages. Leaves are concatenated in the order of
-    their names, in the widest of their dtypes. The vector contains neither buffers nor integer parameters. The function
-    takes both from `genome`. The function is differentiable, and works under `vmap`.
+    their names, in the widest of their dtypes. The vector has no buffers and no integer parameters, which the function
+    takes from `genome`. The function is differentiable, and works under `vmap`.
 
     >>> import gbfunc as gb
     >>> pnet = nn.Linear(6, 3)

@@ -40,7 +40,7 @@ _UNCHANGED = (
 
 
 class _Frame(NamedTuple):
-    """A module's constants. `sources` maps each generated tensor's name, also a tied name, to the plan's name."""
+    """A module's constants. `sources` maps names of generated tensors, with tied names, to names in the plan."""
 
     plan: Plan
     base: BaseTensors | None
@@ -145,7 +145,7 @@ class GenomeModule(nn.Module):
         self._freeze_statistics()
 
     def to_genome(self) -> Genome:
-        """Copy the current genome, without a graph, for `gb.save`, `gb.generate` and `gb.materialize`.
+        """Copy the current genome, without an autograd graph, for `gb.save`, `gb.generate` and `gb.materialize`.
 
         For a module under `fully_shard` (FSDP2), all ranks must call this method, because shards are gathered.
 

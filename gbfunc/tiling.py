@@ -74,7 +74,7 @@ class Cut(NamedTuple):
 
 
 def cut_piece(grid: TileGrid, piece: Piece) -> Cut:
-    """Find the tiles (at least one) that overlap a block of a matrix. Raise ValueError if the block is not inside.
+    """Find the tiles (at least one) that overlap a block. Raise ValueError if the block is not in the matrix.
 
     >>> cut_piece(TileGrid(10, 6, 4, 3), Piece(((5, 9),), (0, 2))).tiles
     (2, 4)
@@ -111,7 +111,7 @@ def check_max_tile(max_tile: MaxTile) -> tuple[int, int] | None:
 
 
 def tile_grid(matrix: MatrixDims | tuple[int, int], max_tile: MaxTile = None) -> TileGrid:
-    """Cut a matrix into tiles of at most `max_tile`, as evenly as possible: 256 rows and `max_tile=100` give 3 x 86.
+    """Cut a matrix into equal tiles of at most `max_tile`: `max_tile=100` cuts 256 rows into 3 tiles of 86 rows.
 
     `max_tile` is None (one tile), a maximum for both rows and columns, or (rows, columns). For a convolution, tiles are
     cut between input channels, and `max_tile` counts channels instead of columns.

@@ -99,7 +99,7 @@ class GNet(Hypernet):
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)
         elif dims.row_width + dims.col_width:
-            # Weighted sums of +-1 bits are at most `reach`. With biases up to `reach / 2`, most units vary in the tile.
+            # Weighted sums of +-1 bits are at most `reach`. Biases up to `reach / 2` keep units from being always off.
             reach = drawn["row_weight"].abs().sum(-2) + drawn["col_weight"].abs().sum(-2)
             drawn["bias"] = drawn["bias"].clamp(-reach / 2, reach / 2)
         return drawn

@@ -66,7 +66,7 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
 class _Layer(torch.autograd.Function):
     """Applies a layer with `run(x)`. Autograd keeps only x, and backward runs the layer again for the gradient.
 
-    If the layer's output has no graph, for example because of integer kernels, the gradient is computed with the
+    If the output has no autograd graph, for example because of integer kernels, the gradient is computed with the
     weight. The columns of the weight are the layer's outputs for unit vectors.
     """
 

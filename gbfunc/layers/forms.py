@@ -9,7 +9,7 @@ with the names `keys`. `apply` computes a layer's output from the inputs. The fo
 * `RecomputedWeight` (`gbfunc.layers.recomputed`): `W = make(*leaves)`, generated for each use and again in backward.
 
 During a call of the p-net, each layer with a form holds a `Weight` (`gbfunc.layers.install`). Code that reads the
-property `layer.weight` gets the dense tensor, with a graph. The layer then uses this tensor until the call ends.
+property `layer.weight` gets the dense, differentiable tensor. The layer then uses this tensor until the call ends.
 """
 
 from __future__ import annotations

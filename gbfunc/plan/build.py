@@ -138,7 +138,7 @@ def make_plan(
     name = "" if genome_bytes is None else stored_as("float16" if stored is None else stored, "stored")
 
     def build(params: int | None, squeezed: int = 0) -> Plan:
-        # For a target that is too small, `squeezed=1` generates all vectors. 2 also gives embeddings the rank 1.
+        # If a target is too small, `squeezed=1` generates all vectors. `squeezed=2` also gives embeddings rank 1.
         share, fresh = 0.0 if squeezed else _DIRECT_SHARE, [replace(c) for c in choices]
         if params is not None:
             if targets is None:
@@ -150,7 +150,7 @@ def make_plan(
         try:
             return Plan(_tensors(fresh, params, codes, max_tile, asked), buffers, words, frozen, left, name)
         except TargetTooSmall:
-            # The smallest possible genome has `squeezed=2`. If it is too large, the target cannot be reached.
+            # With `squeezed=2`, the genome is the smallest possible one, so the target cannot be reached.
             if squeezed == 2:
                 raise
         return build(params, squeezed + 1)

@@ -127,12 +127,12 @@ class TensorPlan:
 
     @property
     def role(self) -> Literal["generated", "delta", "direct"]:
-        """How the parameter is made: from g-nets, from the base and a delta that g-nets generate, or direct."""
+        """The role: "generated", "delta" (a generated change of the base) or "direct"."""
         return "direct" if not self.slots else "delta" if self.base else "generated"
 
     @property
     def new_rows(self) -> int:
-        """Number of new rows at the end of each matrix: they are generated, and the base does not contain them."""
+        """Number of new rows at the end of each matrix, which are trained, and are not part of the base."""
         found = (slot.hypernet.rows for slot in self.slots if isinstance(slot.hypernet, new_rows))
         return max(found, default=0) if self.base else 0
 

@@ -114,8 +114,8 @@ class Plan:
 
         The rate of Adam is the lowest `rate` of the plan's types of g-nets: 2e-2 for periodic ones, 1e-2 for MLPs and
         by default for your own types. With a base, the rate is 3e-2, or less above 5,400 parameters. The rate of SGD,
-        with momentum 0.9, is five times as high. The guide "Shrink a network" has all rates in a table. They were
-        chosen on validation data of digits, MNIST and (with a base) TREC. Half and twice these rates also train.
+        with momentum 0.9, is five times as high. The guide "Shrink a network" has a table. The rates were chosen
+        on validation data of digits, MNIST and (with a base) TREC. Training also works at half and at twice the rate.
 
         Raises:
             ValueError: for optimizers other than Adam, AdamW, NAdam, RAdam, Muon and SGD.
@@ -199,9 +199,9 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files. `"auto"`, whose quantization steps are trained, only if `expected`."""
+        """Return the default dtype of files. Return `"auto"`, which needs a trained genome, only if `expected`."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:
-        """Return the SHA-256 of the JSON text."""
+        """Return the SHA-256 of the plan's JSON text."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()

@@ -22,8 +22,8 @@ from gbfunc.types import Params, TensorMap
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
-    If the p-net replaces a buffer, a call puts the new tensor into the dict `buffers`. The p-net may also change passed
-    tensors in place, so pass clones. The training mode is the p-net's mode at construction. Calls run one by one.
+    If the p-net replaces a buffer, a call puts the new tensor into the dict `buffers`. Pass clones, because the p-net
+    may change tensors in place. The training mode is the p-net's mode at construction. Calls of threads take turns.
 
     Args:
         pnet: the p-net, which is not changed.
