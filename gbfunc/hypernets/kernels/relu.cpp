@@ -1,11 +1,11 @@
-// The ReLU tile on a CPU: W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h]), written straight into the matrix that the
-// tiles make, and its gradients, read straight from that of the matrix.
+// Tiles of ReLU g-nets on a CPU, W[i, j] = b + sum_h v[h] relu(A[i, h] + B[j, h]), and their gradients. The tiles are
+// written into the matrix that consists of the tiles. Backward reads the gradient of this matrix.
 //
-// Threads take work items as they become free: a tile each, or some rows of one where there are few tiles. What items
-// of one tile share (the gradients of U, V, u, v and b) is summed by the caller.
+// A work item is a tile or, if there are few tiles, a block of rows of a tile. A thread takes the next item when it is
+// free. Every block has its own sums of the gradients of U, V, u, v and b. The caller adds the sums of a tile.
 //
-// All arrays are contiguous. Suffixes: T tiles, row-major; r, c rows and columns of a tile; H hidden units; P parts of
-// a tile. Each function is there for float (f32) and double (f64).
+// All arrays are contiguous. Suffixes: T tiles, row-major; r, c rows and columns of a tile; H hidden units; P blocks of
+// rows of a tile. Each function exists for float (f32) and double (f64).
 
 #include "vectors.h"
 
@@ -20,11 +20,11 @@ Vec<S> relu(Vec<S> x) {
   return x < Vec<S>{} ? Vec<S>{} : x;
 }
 
-// Adds a value to a sum where x > y, and returns it there, and zero elsewhere.
+// Adds `value` to `sum` where x > y. Returns `value` where x > y, and zero elsewhere.
 template <class S>
 Vec<S> add_where_greater(Vec<S>& sum, Vec<S> x, Vec<S> y, Vec<S> value) {
 #if defined(__AVX512F__)
-  // By a mask that is used twice: a compiler may load a value that is used once under it, which takes twice the time.
+  // Use the mask for both results. Otherwise a compiler may load `value` under the mask, which takes twice the time.
   if constexpr (sizeof(S) == 4) {
     const __mmask16 active = _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ);
     sum = _mm512_mask_add_ps(sum, active, sum, value);
@@ -37,38 +37,38 @@ Vec<S> add_where_greater(Vec<S>& sum, Vec<S> x, Vec<S> y, Vec<S> value) {
 }
 
 struct Grid {
-  Size rows, cols, tile_rows, tile_cols, hidden, parts;
+  Size rows, cols, tile_rows, tile_cols, hidden, row_blocks;
   Size tiles_across() const { return (cols + tile_cols - 1) / tile_cols; }
   Size tiles() const { return (rows + tile_rows - 1) / tile_rows * tiles_across(); }
 };
 
-// Rows [first, end) of a tile that lie in the matrix, its columns that do, and its corner's index there.
+// A block of a tile inside of the matrix: rows [first, end) and `cols` columns. The tile starts at index `corner`.
 struct Item {
-  Size tile, part, first, end, cols, corner;
+  Size tile, block, first, end, cols, corner;
 };
 
 Item item_of(const Grid& g, Size index) {
-  const Size tile = index / g.parts, part = index % g.parts;
+  const Size tile = index / g.row_blocks, block = index % g.row_blocks;
   const Size top = tile / g.tiles_across() * g.tile_rows, left = tile % g.tiles_across() * g.tile_cols;
-  const Size rows = std::min(g.tile_rows, g.rows - top), step = (g.tile_rows + g.parts - 1) / g.parts;
-  const Size first = std::min(rows, part * step), end = std::min(rows, (part + 1) * step);
-  return {tile, part, first, end, std::min(g.tile_cols, g.cols - left), top * g.cols + left};
+  const Size rows = std::min(g.tile_rows, g.rows - top), step = (g.tile_rows + g.row_blocks - 1) / g.row_blocks;
+  const Size first = std::min(rows, block * step), end = std::min(rows, (block + 1) * step);
+  return {tile, block, first, end, std::min(g.tile_cols, g.cols - left), top * g.cols + left};
 }
 
-constexpr Size kColumns = 256;  // at once, so that what is read for each row stays in the first-level cache
+constexpr Size kColumns = 256;  // number of columns computed at once: their numbers stay in the first-level cache
 
-// What comes before the ReLU is made of: codes X [1 or T, r, p] and Y [1 or T, c, q], their weights U [T, p, H] and
-// V [T, q, H], and the bias u [T, H]. A = X U + u and B = Y V are made tile by tile.
+// The inputs of the ReLU, A = X U + u and B = Y V, are computed tile by tile from codes X [1 or T, r, p] and
+// Y [1 or T, c, q], code weights U [T, p, H] and V [T, q, H], and the bias u [T, H].
 template <class S>
 struct Sides {
   const S *X, *Y, *U, *V, *u;
-  Size p, q, X_step, Y_step;  // widths of codes; from the codes of a tile to those of the next
+  Size p, q, X_step, Y_step;  // widths of codes; distances between the codes of two tiles
   const S* X_of(const Item& it) const { return X + it.tile * X_step + it.first * p; }
   const S* Y_of(const Item& it, Size left) const { return Y + it.tile * Y_step + left * q; }
 };
 
-// Codes [n, width] times weights [width, H], plus a bias (or null), times a sign. Vector k of row i, padded by zeros,
-// goes to out + i row_step + k step.
+// Computes sign * (codes [n, width] @ weights [width, H] + bias). `bias` may be null. Vector k of row i, padded with
+// zeros, is written to out + i row_step + k step.
 template <class S>
 void project(const S* codes, const S* weights, const S* bias, S sign, S* out, Size n, Size width, Size H,
              Size row_step, Size step) {
@@ -79,14 +79,14 @@ void project(const S* codes, const S* weights, const S* bias, S sign, S* out, Si
       for (auto& sum : sums) sum = bias ? load(bias + h, H - h) : Vec<S>{};
       for (Size k = 0; k < width; k++) {
         const Vec<S> weight = load(weights + k * H + h, H - h);
-        for (int r = 0; r < R; r++) sums[r] += spread(codes[(i + r) * width + k]) * weight;
+        for (int r = 0; r < R; r++) sums[r] += filled(codes[(i + r) * width + k]) * weight;
       }
       for (int r = 0; r < R; r++) store(out + (i + r) * row_step, sums[r] * sign);
     });
   }
 }
 
-// Adds the gradient of weights [width, H] (and of a bias) from that of their product [H / lanes, n, lanes].
+// From the gradient d [H / lanes, n, lanes] of a product, adds to the gradients of weights [width, H] and bias.
 template <class S>
 void project_back(const S* codes, const S* d, S* d_weights, S* d_bias, Size n, Size width, Size H) {
   for (Size h = 0; h < H; h += kLanes<S>, d += n * kLanes<S>) {
@@ -96,7 +96,7 @@ void project_back(const S* codes, const S* d, S* d_weights, S* d_bias, Size n, S
       for (int r = 0; r < R; r++) sums[r] = load(d_weights + (k + r) * H + h, H - h);
       for (Size i = 0; i < n; i++) {
         const Vec<S> row = load(d + i * kLanes<S>);
-        for (int r = 0; r < R; r++) sums[r] += spread(codes[i * width + k + r]) * row;
+        for (int r = 0; r < R; r++) sums[r] += filled(codes[i * width + k + r]) * row;
       }
       for (int r = 0; r < R; r++) store(d_weights + (k + r) * H + h, sums[r], H - h);
     });
@@ -107,18 +107,18 @@ void project_back(const S* codes, const S* d, S* d_weights, S* d_bias, Size n, S
   }
 }
 
-// Sums of R rows and K vectors of columns: a [R, step], Bt [H, width] -> out [R, width].
+// Computes the weights of R rows and K vectors of columns: a [R, step], Bt [H, width] -> out [R, width].
 template <class S, int R, int K>
 void weights(const S* a, Size step, const S* Bt, const S* v, S b, S* out, Size hidden, Size width) {
   Vec<S> sums[R][K];
   for (auto& row : sums)
-    for (auto& sum : row) sum = spread(b);
+    for (auto& sum : row) sum = filled(b);
   for (Size h = 0; h < hidden; h++) {
     Vec<S> column[K];
     for (int k = 0; k < K; k++) column[k] = load(Bt + h * width + k * kLanes<S>);
-    const Vec<S> scale = spread(v[h]);
+    const Vec<S> scale = filled(v[h]);
     for (int r = 0; r < R; r++) {
-      const Vec<S> row = spread(a[r * step + h]);
+      const Vec<S> row = filled(a[r * step + h]);
       for (int k = 0; k < K; k++) sums[r][k] += relu<S>(row + column[k]) * scale;
     }
   }
@@ -126,7 +126,7 @@ void weights(const S* a, Size step, const S* Bt, const S* v, S b, S* out, Size h
     for (int k = 0; k < K; k++) store(out + r * width + k * kLanes<S>, sums[r][k]);
 }
 
-// Sides, v [T, H], b [T] -> W [rows, cols].
+// Computes the matrix: codes and leaves, v [T, H], b [T] -> W [rows, cols].
 template <class S>
 void forward(Sides<S> s, const S* v, const S* b, S* W, Grid g, int threads) {
   const Size H = g.hidden, lanes = kLanes<S>, step = round_up(H, lanes);
@@ -136,7 +136,7 @@ void forward(Sides<S> s, const S* v, const S* b, S* W, Grid g, int threads) {
   {
     std::vector<S> A(g.tile_rows * step), B(width * step), Bt(H * width), out(kRows * width);
 #pragma omp for schedule(dynamic)
-    for (Size index = 0; index < g.tiles() * g.parts; index++) {
+    for (Size index = 0; index < g.tiles() * g.row_blocks; index++) {
       const Item it = item_of(g, index);
       const S* vt = v + it.tile * H;
       project(s.X_of(it), s.U + it.tile * s.p * H, s.u + it.tile * H, S(1), A.data(), it.end - it.first, s.p, H, step, lanes);
@@ -159,7 +159,7 @@ void forward(Sides<S> s, const S* v, const S* b, S* W, Grid g, int threads) {
   }
 }
 
-// Adds g where a > -b to the sums of R rows and of all columns, for the hidden units of one vector.
+// For one vector of hidden units, adds g where a > -b to the sums of R rows and to the sums of all columns.
 template <class S, int R>
 void active_sums(const S* a, const S* minus_b, const S* g, Size stride, S* row_sums, S* col_sums, Size cols) {
   Vec<S> rows[R], sums[R] = {};
@@ -168,7 +168,7 @@ void active_sums(const S* a, const S* minus_b, const S* g, Size stride, S* row_s
     const Vec<S> threshold = load(minus_b + j * kLanes<S>);
     Vec<S> active[R];
     for (int r = 0; r < R; r++)
-      active[r] = add_where_greater<S>(sums[r], rows[r], threshold, spread(g[r * stride + j]));
+      active[r] = add_where_greater<S>(sums[r], rows[r], threshold, filled(g[r * stride + j]));
     Vec<S> sum = load(col_sums + j * kLanes<S>);
     if constexpr (R == 4)
       sum += (active[0] + active[1]) + (active[2] + active[3]);
@@ -176,11 +176,11 @@ void active_sums(const S* a, const S* minus_b, const S* g, Size stride, S* row_s
       for (const auto& x : active) sum += x;
     store(col_sums + j * kLanes<S>, sum);
   }
-  // Block by block, so that the rounding errors of long rows do not pile up.
+  // Add the sum of each block of columns, so that rounding errors of long rows do not accumulate.
   for (int r = 0; r < R; r++) store(row_sums + r * kLanes<S>, load(row_sums + r * kLanes<S>) + sums[r]);
 }
 
-// Sums [H / lanes, rows, lanes] of A (or B, by a sign) to its gradient in place, `sums v`, adding `sum_i A sums` to that of v.
+// Replaces sums [H / lanes, rows, lanes] by the gradient `sums v` of A (or -B), and adds `sign sum_i A sums` to dv.
 template <class S>
 void finish(S* sums, const S* A, S sign, const S* v, S* dv, Size rows, Size hidden) {
   for (Size h = 0; h < hidden; h += kLanes<S>) {
@@ -196,21 +196,21 @@ void finish(S* sums, const S* A, S sign, const S* v, S* dv, Size rows, Size hidd
 
 template <class S>
 struct Gradients {
-  S *U, *V, *u, *v, *b;  // [P, T, ...]: parts of a tile have sums of their own
+  S *U, *V, *u, *v, *b;  // [P, T, ...]: every block of rows has its own sums
 };
 
-// Gradient of W [rows, cols] -> those of the leaves; all start at zero.
+// Adds the gradients of the leaves, which start at zero, from the gradient dW [rows, cols].
 template <class S>
 void backward(const S* dW, Sides<S> s, const S* v, Gradients<S> d, Grid g, int threads) {
   const Size H = g.hidden, lanes = kLanes<S>, padded = round_up(H, lanes), vectors = padded / lanes;
 #pragma omp parallel num_threads(threads)
   {
-    // All [H / lanes, rows or columns, lanes].
+    // Four arrays [H / lanes, rows or columns, lanes].
     std::vector<S> a(g.tile_rows * padded), SA(a.size()), minus_b(std::min(g.tile_cols, kColumns) * padded), SB(minus_b.size());
 #pragma omp for schedule(dynamic)
-    for (Size index = 0; index < g.tiles() * g.parts; index++) {
+    for (Size index = 0; index < g.tiles() * g.row_blocks; index++) {
       const Item it = item_of(g, index);
-      const Size rows = it.end - it.first, offset = it.part * g.tiles() + it.tile;
+      const Size rows = it.end - it.first, offset = it.block * g.tiles() + it.tile;
       const S *vt = v + it.tile * H, *gt = dW + it.corner + it.first * g.cols;
       S* dvt = d.v + offset * H;
       project(s.X_of(it), s.U + it.tile * s.p * H, s.u + it.tile * H, S(1), a.data(), rows, s.p, H, lanes, rows * lanes);

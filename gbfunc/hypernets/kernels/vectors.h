@@ -1,4 +1,4 @@
-// Vectors of numbers as wide as the machine has them, loops over rows, large pages: what the kernels share.
+// Used by all kernels: vectors of the widest type that the machine has, loops over rows, and large pages.
 
 #pragma once
 
@@ -45,7 +45,7 @@ auto first_lanes(Size count) {
 }
 #endif
 
-// The first `count` numbers of a vector; the others are zero.
+// Loads the first `count` numbers of a vector. The other numbers are zero.
 template <class S>
 Vec<S> load(const S* from, Size count = kLanes<S>) {
   Vec<S> x = {};
@@ -79,11 +79,11 @@ void store(S* to, Vec<S> x, Size count = kLanes<S>) {
 }
 
 template <class S>
-Vec<S> spread(S x) {
-  return x - Vec<S>{};  // not `x +`: only the difference to 0 is x for each x, so that it costs nothing
+Vec<S> filled(S x) {
+  return x - Vec<S>{};  // A compiler removes `x - 0`, but not `x + 0`, which would change x = -0.
 }
 
-// Sum of a vector's numbers.
+// Returns the sum of a vector's numbers.
 template <class S>
 S total(Vec<S> x) {
   S numbers[kLanes<S>];
@@ -95,10 +95,10 @@ S total(Vec<S> x) {
 
 Size round_up(Size n, Size step) { return (n + step - 1) / step * step; }
 
-// Asks for large pages under memory that is written for the first time: small ones take longer to get than to fill.
+// Requests large pages for new memory, because small pages take longer to get than to fill.
 void prefer_large_pages(void* memory, std::size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr std::uintptr_t page = 4096;  // Others are refused, and that is all.
+  constexpr std::uintptr_t page = 4096;  // With another page size, `madvise` fails, which does no harm.
   constexpr std::size_t repays = 4 << 20;
   const auto start = (reinterpret_cast<std::uintptr_t>(memory) + page - 1) / page * page;
   const auto end = (reinterpret_cast<std::uintptr_t>(memory) + bytes) / page * page;
@@ -106,9 +106,9 @@ void prefer_large_pages(void* memory, std::size_t bytes) {
 #endif
 }
 
-constexpr int kRows = 4;  // at once, so that their sums stay in registers and share each load
+constexpr int kRows = 4;  // number of rows computed at once: their sums stay in registers and share each load
 
-// Calls f with the first of every `kRows` rows, then of every row that is left.
+// Calls f(first row, number of rows) for blocks of `kRows` rows, then for each remaining row.
 template <class F>
 void by_rows(Size first, Size end, F f) {
   for (; first + kRows <= end; first += kRows) f(first, std::integral_constant<int, kRows>{});
