@@ -169,8 +169,9 @@ def _sparse(code: Code, levels_RC: Ints, bits: int) -> Ints:
 
 
 def _stream(code: Code, coded: Mapping[str, Levels], sparse: bool) -> dict[str, Levels]:
-    """Write or read levels. To read, `coded` has zeros with the names, shapes and numbers of steps of the written
-    levels.
+    """Write or read levels.
+
+    To read, `coded` has zeros with the names, shapes and numbers of quantization steps of the written levels.
     """
     steps = np.concatenate([np.zeros(0), *(of.steps.numpy() for of in coded.values())]).astype(np.int32)
     steps = _bell(code, steps, 0, 255, _byte(code, np.rint(steps.mean()) if steps.size else 0))
@@ -208,8 +209,9 @@ def encode(
 
 
 def decode(data: bytes, like: Params, rows: Mapping[str, int], bits: int, sparse: bool = False) -> Params:
-    """Read a file of `encode` into float32. `rows` gives the number of quantization steps of each tensor with levels of
-    `bits`.
+    """Read a file of `encode` into float32.
+
+    `rows` gives the number of quantization steps of each tensor with levels of `bits`.
     """
     plain = {name: x for name, x in like.items() if not x.is_floating_point()}
     state = unpack_last(data, plain, _CODE, torch.uint8)
@@ -269,9 +271,7 @@ def apart_from_norms(module: nn.Module) -> list[str]:
 
 
 def train_net(problem: Problem, net: RoundedNet, lr: float, seed: int, after: Callable[[int], None]) -> None:
-    """Train the leaves of a net as `base.train_net` does, and call `after` with the number of each finished training
-    step.
-    """
+    """Train the leaves of a net as `base.train_net` does. Call `after` with the number of each finished step."""
     recipe = replace(problem.recipe, dense_lr=lr, betas=(0.9, 0.999))
     trainer = leaf_trainer(net.leaves.values(), net, problem.task, recipe)
 
@@ -284,9 +284,7 @@ def train_net(problem: Problem, net: RoundedNet, lr: float, seed: int, after: Ca
 
 
 def _due(steps: int) -> set[int]:
-    """Return the training steps, counted from 0, after which quantization steps are computed and the file is made to
-    fit.
-    """
+    """Return the training steps, counted from 0, after which new quantization steps are computed."""
     return {min(steps - 1, round(part * steps)) for part in (0.6, 0.7, 0.8, 0.9)}
 
 
@@ -349,9 +347,7 @@ class Quantised(Dense):
 
 
 def _rows(state: Params, by_row: bool) -> dict[str, int]:
-    """Return the number of quantization steps of every matrix. With a step per row, a convolution has a row per output
-    channel.
-    """
+    """Return the number of quantization steps of every matrix: one, or with `by_row` one per row (output channel)."""
     return {name: len(x) if by_row else 1 for name, x in state.items() if x.ndim > 1}
 
 

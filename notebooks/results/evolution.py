@@ -81,9 +81,7 @@ def noisy_batches(task: Any, size: Size, seed: int) -> Any:
 
 
 def problem_of(what: str, task: Any, hidden: int, numbers: int, step: Step, size: Size, seed: int) -> GenomeProblem:
-    """Make the search problem of a genome, of dense weights, of a small dense net or of a random subspace of the
-    weights.
-    """
+    """Make the search problem of a genome, of dense weights, of a small dense net or of a random subspace."""
     if what == "small dense net":
         inputs, classes = task.train.x[0].numel(), task.interface.outputs
         hidden = (numbers - classes) // (inputs + 1 + classes)

@@ -147,9 +147,7 @@ def _split(n: int, seed: int) -> Split:
 
 
 def garments(data_dir: Path | None = None, *, images: int = 20_000) -> Task:
-    """Return the task with `images` training images, a tenth as many validation images and a quarter as many test
-    images.
-    """
+    """Return the task with `images` training images, `images` / 10 for validation and `images` / 4 for the test."""
     del data_dir
     train, val, test = (_split(n, seed) for seed, n in enumerate((images, images // 10, images // 4)))
     mean, std = train.x.mean(), train.x.std()

@@ -24,7 +24,7 @@ NODES = {"fraction_train": 1.0, "fraction_evaluate": 0.0, "min_available_nodes":
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "FedAvgM": lambda: strategies.FedAvgM(**NODES, server_momentum=0.5),
     "FedMedian": lambda: strategies.FedMedian(**NODES),
-    # Remove the smallest and the largest of three or four values of each number.
+    # Leaves out the smallest and the largest of the clients' values, of three clients and of four.
     "FedTrimmedAvg": lambda: strategies.FedTrimmedAvg(**NODES, beta=0.34),
 }
 

@@ -22,13 +22,12 @@ NETWORKS = {(784, 256, 256, 64, 10): 16, (2048, 2048, 2048, 10): 32, (4096, 4096
 
 
 def jax_step(setup: Setup, *, thin: bool, transposed: bool = False) -> Step:
-    r"""Build the training step of an MLP in JAX as one function under `jax.jit`: of the dense MLP, or with `thin` of a
-    genome.
+    r"""Build the training step of an MLP in JAX, as one function under `jax.jit`.
 
-    With codes $X_r, X_c$ of a layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is
-    $L R^T$ with $L = [v \sin A, v \cos A]$ and $R = [\cos B, \sin B]$. With `thin`, a layer computes $(x R) L^T + b$.
-    With `transposed`, the step computes $L^T$ and $R^T$ instead of $L$ and $R$, because XLA's sines are faster if units
-    are the last dimension.
+    Without `thin`, the step trains the dense MLP. With `thin`, the step trains a genome. With codes $X_r, X_c$ of a
+    layer's units, $A = X_r W_r + \phi$ and $B = X_c W_c$, the weight of a periodic g-net is $L R^T$ with $L = [v \sin
+    A, v \cos A]$ and $R = [\cos B, \sin B]$. A layer computes $(x R) L^T + b$. With `transposed`, the step computes
+    $L^T$ and $R^T$ instead of $L$ and $R$, because XLA's sines are faster if units are the last dimension.
     """
     import jax  # pyright: ignore[reportMissingImports]
     import jax.numpy as jnp  # pyright: ignore[reportMissingImports]

@@ -105,9 +105,7 @@ METHODS = ("genome", "genome_int4", "genome_auto", "genome_alone", "lora_all", *
 
 
 def parts_of(path: Path, tokenizer: Any) -> dict[str, Tensor]:
-    """Return the tokens of a text's splits: the first 5 % for the test, the last 10 % for validation, the rest for
-    training.
-    """
+    """Return the tokens of a text's splits: the first 5 % for the test, the last 10 % for validation, and the rest."""
     source = read_text(path)
     first, last = int(len(source) * 0.05), int(len(source) * 0.9)
     parts = {"train": source[first:last], "val": source[last:], "test": source[:first]}
@@ -123,9 +121,7 @@ def windows(tokens: Tensor) -> Tensor:
 
 
 def loss_of(net: Any, tokens_BL: Tensor) -> Tensor:
-    """Return the mean cross-entropy of windows [B, L + 1] in nats per token. Prompt tokens before a window do not
-    count.
-    """
+    """Return the mean cross-entropy in nats per token of windows [B, L + 1], without prompt tokens before them."""
     logits_BLV = net(input_ids=tokens_BL[:, :-1]).logits[:, 1 - tokens_BL.shape[1] :]
     return F.cross_entropy(logits_BLV.flatten(0, 1).float(), tokens_BL[:, 1:].flatten())
 

@@ -258,9 +258,7 @@ def garments(setting: Setting) -> None:
 
 
 def _transferred(setting: Setting, found: Any, claims: dict[str, str], title: str) -> None:
-    """Print the epochs until the naive network's final accuracy, and until half of the way from chance to this
-    accuracy.
-    """
+    """Print the epochs until the naive network's final accuracy, and until half of the way from chance to it."""
     naive, rows = found[NAIVE], []
     final = [100 * life.rows[-1]["test"] for life in naive]
     half = sum(life.at(0) + final[0] for life in naive) / len(naive) / 2
@@ -287,9 +285,7 @@ def cifar100_task(setting: Setting, width: int) -> Task:
 
 
 def transfer(setting: Setting) -> None:
-    """Train on CIFAR-100 from naive weights, from weights of CIFAR-10, and from all or the first k layers of a grown
-    network.
-    """
+    """Train on CIFAR-100 from naive weights, weights of CIFAR-10, and all or the first k layers of a grown network."""
     width = setting.width or (8 if setting.quick else 16)
     source, target = cifar_task(setting, width), cifar100_task(setting, width)
     depths = (1, 4)

@@ -53,9 +53,7 @@ class Life(NamedTuple):
         return 100 * [row["test"] for row in self.rows if row["step"] <= step][-1]
 
     def epochs_until(self, accuracy: float) -> float:
-        """Return the epochs until a test accuracy (%), interpolated linearly between measurements; infinity if not
-        reached.
-        """
+        """Return the epochs until a test accuracy (%), interpolated linearly; infinity if it is not reached."""
         before = None
         for row in self.rows:
             if (reached := 100 * row["test"]) >= accuracy:
@@ -82,8 +80,9 @@ def train(
     seed: int,
     on_validation: Callable[[Any, Rows], None] = lambda state, history: None,
 ) -> tuple[nn.Module, Rows]:
-    """Train a genome, continue its training, or read the finished training. Return the grown network and the
-    validations.
+    """Train a genome, continue its training, or read the finished training.
+
+    Returns the grown network and the rows of the validations.
     """
     trainer = genome_trainer(plan, pnet, task, recipe, seed)
     assert trainer.train_step is not None
@@ -170,9 +169,7 @@ def lives(
 
 
 def shown(values: Iterable[float], digits: int = 2, unit: str = " %") -> str:
-    """Format the mean and standard deviation over seeds. An infinite value means that a training never reached the
-    goal.
-    """
+    """Format the mean and standard deviation over seeds. An infinite value stands for a goal that is never reached."""
     values = [*values]
     if any(map(math.isinf, values)):
         return f"not in {sum(map(math.isinf, values))} of {len(values)}" if len(values) > 1 else "never"
@@ -224,8 +221,9 @@ def draw_lives(axes: Axes, found: Mapping[str, Sequence[Life]], title: str = "",
 
 
 def classical_mds(points_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale points by classical multidimensional scaling (Torgerson). Return coordinates [N, N] and the share of each
-    axis.
+    """Scale points by classical multidimensional scaling (Torgerson).
+
+    Returns coordinates [N, N] and the share of the variance of each axis.
     """
     centred_NP = (points_NP - points_NP.mean(0)).double()
     values, vectors = torch.linalg.eigh(centred_NP @ centred_NP.T)
@@ -234,8 +232,9 @@ def classical_mds(points_NP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_by(weight_RC: Tensor) -> Tensor:
-    """Return $W^T W$ [C * C], scaled to norm 1. The result depends neither on the order of the units nor on the scale
-    of $W$.
+    """Return $W^T W$ [C * C], scaled to norm 1.
+
+    The result depends neither on the order of the units nor on the scale of $W$.
     """
     moments_CC = weight_RC.T @ weight_RC
     return (moments_CC / moments_CC.norm()).flatten()

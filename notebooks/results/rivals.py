@@ -117,7 +117,7 @@ class FormNet(nn.Module):
     """A p-net whose weights are computed from the leaves of a form.
 
     The leaves are the parameters of the module, with `_` instead of dots in their names. A vector is stored with a
-    first dimension of 1, because codes on the wire are for matrices.
+    first dimension of 1, because direct vectors are not quantized in messages.
     """
 
     def __init__(self, pnet: nn.Module, form: Form) -> None:
@@ -253,9 +253,7 @@ class Coded(Dense):
     rates = (1e-3, 3e-3, 1e-2, 3e-2)
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Return nets of each depth that fit if a number takes 6, 4 or 2.5 bits and a tensor 20 bytes, with learning
-        rates.
-        """
+        """Return learning rates, and nets that fit if a number takes 6, 4 or 2.5 bits and a tensor 20 bytes."""
         nncodec()
         nets: list[PNet] = []
         for bits in (6.0, 4.0, 2.5):

@@ -26,8 +26,9 @@ ScheduleKind = PipelineOrder | Literal["basic", "accumulation", "ddp", "sharded"
 
 
 class Action(NamedTuple):
-    """A forward (F) or backward (B) of a stage, or half of a backward: gradients of the inputs (I) or of the weights
-    (W).
+    """A forward (F) or backward (B) of a stage, or one half of a backward.
+
+    I computes the gradients of the inputs, W the gradients of the weights.
     """
 
     op: str
@@ -234,11 +235,9 @@ def make_schedule(
 
     Args:
         kind: the schedule. `"basic"`: one rank computes all microbatches at once. `"accumulation"`: one rank computes
-            the
-            microbatches one by one. `"ddp"`, `"sharded"` (weights and optimizer sharded, gradients not sharded),
-                `"fsdp"`
-            (gradients sharded as well): each rank has one microbatch and all layers. `"pipeline"`: each rank has one
-            stage, through which all microbatches pass at once. `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zbv"`:
+            the microbatches one by one. `"ddp"`, `"sharded"` (weights and optimizer sharded, gradients not sharded),
+            `"fsdp"` (gradients sharded as well): each rank has one microbatch and all layers. `"pipeline"`: each rank
+            has one stage, through which all microbatches pass at once. `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zbv"`:
             microbatches pass one by one, in the order of `pipeline_order`. `"pipeline_fsdp"`: a stage per layer, with
             `ranks / layers` ranks of one microbatch each. Weights are sharded over all ranks.
         layers: number of layers, a multiple of the number of stages.
@@ -246,8 +245,7 @@ def make_schedule(
         microbatches: microbatches of a step; 1 for data parallelism.
         weights: `"stored"`: weights and the optimizer's state are stored. `"generated"`: weights are generated at their
             first use from a genome that every rank stores, and are kept. `"remat"`: weights are generated for each
-                forward
-            and each backward. Generated weights and their gradients are not sent.
+            forward and each backward. Generated weights and their gradients are not sent.
         costs: durations and sizes.
 
     Raises:

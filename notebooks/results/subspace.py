@@ -41,9 +41,7 @@ def unpack_last(data: bytes, like: TensorMap, name: str, dtype: torch.dtype | No
 
 
 def generated_net(pnet: nn.Module, weights: Callable[[], TensorMap]) -> Net:
-    """Return the p-net as a function that computes its weights in each call, outside autocast, as a genome's network
-    does.
-    """
+    """Return the p-net as a function that computes its weights in each call, outside autocast, as for a genome."""
     call = PureNet(pnet)
 
     def net(x: Tensor) -> Any:

@@ -109,9 +109,7 @@ def featured(task: Task) -> Task:
 def grouped(
     net: nn.Module, leaves: Sequence[tuple[Sequence[Tensor], float]], task: Task, recipe: Recipe
 ) -> training.Trainer:
-    """Make a trainer with Adam, in which groups of tensors have their own rates. All rates follow the recipe's
-    schedule.
-    """
+    """Make a trainer with Adam, in which groups of tensors have their own rates, on the recipe's schedule."""
     optimizer = torch.optim.Adam(
         [{"params": list(params), "lr": lr} for params, lr in leaves], betas=recipe.betas, fused=True
     )
@@ -183,9 +181,7 @@ def probe(task: Task, settings: Settings, recipe: Recipe, seed: int) -> nn.Linea
 
 
 def measure(method: str, task: Task, settings: Settings, o: argparse.Namespace, seed: int, features: Task) -> Settings:
-    """Train once, beginning with the head of a linear probe, and measure. `features` are the features of the task's
-    pictures.
-    """
+    """Train once, beginning with the head of a linear probe, and measure. `features` has the pictures' features."""
     began = time.perf_counter()
     augment = shift(max(1, o.size // 16), 0.5, 0.0, mirrors=True) if o.augment else None
     recipe = replace(task.recipe(0), epochs=o.epochs, batch_size=32, augment=augment, measure_every=10**9)

@@ -65,8 +65,7 @@ def loss_fn(net: Any, batch: Any) -> Any:
 
 
 class Bytes(TorchDispatchMode):
-    """Count the bytes that a rank sends in torch's collectives, by the ranks of the collective, and the bytes of
-    DTensors.
+    """Count the bytes that a rank sends in torch's collectives, by the collective's ranks, and the bytes of DTensors.
 
     For a tensor of n bytes and N ranks, a rank sends (N - 1) / N n for a gather, a scatter or (in the mean) a
     broadcast, and twice as much for an all-reduce.
@@ -277,9 +276,7 @@ def sh(*commands: str) -> None:
 
 
 def limit(ports: list[tuple[str, str]], mbit: int | None) -> None:
-    """Limit both ends of each cable to `mbit` * 10^6 bit/s, Ethernet headers included (`man tc-tbf`). None lifts the
-    limit.
-    """
+    """Limit both ends of each cable to `mbit` * 10^6 bit/s with Ethernet headers (`man tc-tbf`), or lift the limit."""
     queue = "pfifo" if mbit is None else f"tbf rate {mbit}mbit burst {max(3_028, mbit * 125)} latency 50ms"
     sh(*(f"tc -n {name} qdisc replace dev {interface} root {queue}" for name, interface in ports))
 
