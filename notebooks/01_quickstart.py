@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Quickstart: a network generated from a genome
 #
-# **G-nets** generate all weights of a **p-net**, which is any `nn.Module`. A g-net is a small function of the
-# coordinates of a weight. The **genome** consists of the parameters of the g-nets and of a few direct parameters.
-# Only the genome is trained, saved and sent. This notebook trains a genome on scikit-learn's handwritten digits,
-# shows the generated weights, and loads the file.
+# **G-nets** generate all weights of a **p-net**, which is any `nn.Module`. A g-net is a small function that maps the
+# row and the column of a weight to the weight. The **genome** consists of the parameters of the g-nets and of a few
+# direct parameters, which no g-net generates. Only the genome is trained, saved and sent. This notebook trains a
+# genome on scikit-learn's handwritten digits, shows the generated weights, and saves and loads the genome.
 
 # %%
 import tempfile
@@ -43,9 +43,10 @@ len(train), len(test)
 # %% [markdown]
 # ## Plan
 #
-# `gb.make_plan` accepts any module. The plan is static. It contains the generated tensors, their types of g-net,
-# their tiles and their sizes. This genome has at most 2,000 parameters, everything counted. The pixels form an image,
-# so the codes of their axis are coordinates.
+# `gb.make_plan` accepts any module. A plan lists the generated tensors, with the types, the tiles and the sizes of
+# the g-nets. A plan contains no trained numbers. The genome of this plan has at most 2,000 parameters, with direct
+# parameters counted. The columns of the first matrix are pixels of an image, so the codes of these columns are
+# coordinates.
 
 # %%
 torch.manual_seed(0)
@@ -62,7 +63,8 @@ print(plan.report())
 # %% [markdown]
 # ## Train
 #
-# A training step is a pure function. It takes a state and returns a new state. It does not modify the p-net.
+# A training step is a pure function: the step takes a state and a batch, returns a new state, and does not modify the
+# p-net.
 
 
 # %%
@@ -121,7 +123,8 @@ plt.show()
 # %% [markdown]
 # ## Save and load
 #
-# One file contains the genome and its plan. `gb.materialize` returns a plain module, which does not need gbfunc.
+# One file contains the genome and the plan. `gb.materialize` returns a plain module with dense weights, which does
+# not need gbfunc.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -135,8 +138,8 @@ print(f"{size_on_disk:,} bytes on disk; the dense state dict has {plan.dense_byt
 # %% [markdown]
 # ## Transform
 #
-# Weights are a differentiable function of the genome. Transforms of `torch.func` apply to this function. This cell
-# evaluates 20 genomes at once and prints the spread of their losses.
+# `gb.generate` is a differentiable function that maps a genome to weights. The transforms of `torch.func` work on
+# this function. The next cell evaluates 20 genomes at once by `vmap`, and prints how much their losses differ.
 
 # %%
 population = [gb.init_genome(plan, pnet, seed) for seed in range(20)]

@@ -14,8 +14,9 @@
 # %% [markdown]
 # # One tile: from codes to weights
 #
-# A g-net computes a weight from the **codes** of its row and its column. This notebook examines one g-net: the codes,
-# the parameters, the tile, the two thin factors of the tile, and the matrix that several tiles form.
+# A g-net computes a weight from the **codes** of the weight's row and column. This notebook examines one g-net: the
+# codes, the parameters, the tile that the g-net generates, and the two thin factors of the tile. At the end, several
+# tiles form a matrix.
 
 # %%
 import matplotlib.pyplot as plt
@@ -32,9 +33,10 @@ from gbfunc.tiling import join_tiles, split_tiles, tile_grid
 # %% [markdown]
 # ## Codes
 #
-# Bits number the rows of a tile. `binary` uses plain binary numbers. `gray` uses Gray codes, in which neighbours
-# differ in one bit. If an axis has a geometry, such as the pixels of an image, coordinates are the better code. Each
-# of the 64 pixels of an 8 x 8 image has a code of two coordinates instead of six bits.
+# By default, the code of a row consists of the bits of the row's number. `binary` uses plain binary numbers. `gray`
+# uses Gray codes, in which the codes of neighbouring rows differ in one bit. For the pixels of an image, coordinates
+# are a better code than bits. Each of the 64 pixels of an 8 x 8 image has a code of two coordinates instead of six
+# bits.
 
 # %%
 shown = {
@@ -52,9 +54,9 @@ plt.show()
 # %% [markdown]
 # ## One g-net
 #
-# The layer reads images of 8 x 8 pixels. One periodic g-net with four sines generates all of its 32 x 64 weights. The
-# leaves of the g-net are its trained parameters: 36 numbers for 2,048 weights. With a smaller `bandwidth`, weights
-# vary more slowly along the axis. The value 2 makes the picture easy to read.
+# The layer of this example reads images of 8 x 8 pixels. One periodic g-net with four sines generates all 32 x 64
+# weights of the layer. The leaves of the g-net are tensors of trained parameters: 36 numbers for 2,048 weights. With
+# a smaller `bandwidth`, neighbouring weights differ less. The value 2 makes the picture easy to read.
 
 # %%
 torch.manual_seed(0)
@@ -93,8 +95,8 @@ fig.colorbar(image, ax=axes, label="weight")
 plt.show()
 
 # %% [markdown]
-# Each row of the tile is an image of 8 x 8 pixels. The image is a sum of plane waves, and the bits of the row
-# determine their phases.
+# Each row of the tile is an image of 8 x 8 pixels. The image is a sum of plane waves. The bits of the row's number
+# determine the phases of the waves.
 
 # %%
 fig, axes = plt.subplots(2, 8, figsize=(9, 2.6), layout="constrained")
@@ -109,8 +111,9 @@ plt.show()
 # %% [markdown]
 # ## The tile as a product
 #
-# Because $\sin(a + b) = \sin a \cos b + \cos a \sin b$, the tile equals $L R^\top$, with two columns per sine.
-# Generation is therefore a matrix product. A layer can also be applied to digits without forming its weights.
+# Because $\sin(a + b) = \sin a \cos b + \cos a \sin b$, the tile equals a product $L R^\top$. The factors $L$ and $R$
+# have two columns per sine. To generate the tile, one matrix product is enough. A layer can also apply the two
+# factors to its inputs, one after the other, without forming the weights. The next cell does so for the digits.
 
 # %%
 L = torch.cat([torch.sin(A) * v, torch.cos(A) * v], 1)
@@ -137,8 +140,8 @@ plt.show()
 # %% [markdown]
 # ## Tiles form a matrix
 #
-# A large matrix can be divided into tiles, each with its own g-net. The tiles have at most the given size, and the
-# division is as even as possible. The parts of tiles beyond the edge of the matrix are cropped.
+# A large matrix can be divided into tiles, each with its own g-net. The tiles have at most the size `max_tile`, and
+# the division is as even as possible. Where a tile extends beyond the edge of the matrix, the tile is cropped.
 
 # %%
 grid = tile_grid((52, 90), max_tile=(20, 25))
@@ -155,8 +158,9 @@ ax.set(title=title, xlabel="column", ylabel="row")
 plt.show()
 
 # %% [markdown]
-# The law of tiling is `join(split(W)) == W` for every matrix and every tile. The next cell uses hypothesis to search
-# for a counterexample among one thousand matrices and tilings.
+# Splitting a matrix into tiles and joining the tiles must give the same matrix: `join(split(W)) == W` for every
+# matrix and every size of tile. The next cell uses the library hypothesis to search for a counterexample among one
+# thousand matrices and sizes of tiles.
 
 # %%
 sizes = st.integers(1, 40)

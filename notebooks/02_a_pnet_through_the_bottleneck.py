@@ -15,9 +15,9 @@
 # # A p-net through the bottleneck: the training step by hand
 #
 # A training step generates the weights, runs the p-net with these weights, computes the gradient with respect to the
-# *genome*, and updates the genome with an optimizer. This notebook writes these four operations in plain PyTorch and
-# shows that `gb.make_train_step` computes the same. It then checks the gradient against a finite difference and shows
-# the weights before and after training.
+# *genome*, and updates the genome with an optimizer. This notebook writes these four operations in plain PyTorch, and
+# shows that `gb.make_train_step` computes the same genome. Then the notebook compares the gradient with a finite
+# difference, and shows the weights before and after training.
 
 # %%
 import matplotlib.pyplot as plt
@@ -80,8 +80,8 @@ for name, gradient in flat(*functional).items():
 print("torch.autograd.grad and torch.func.grad agree on", ", ".join(leaves))
 
 # %% [markdown]
-# The next cell takes fourteen steps, one pass over the digits, with an ordinary `torch.optim.Adam` on the leaves.
-# Then the library's step takes the same steps from the same genome.
+# The next cell trains for fourteen steps, one pass over the digits, with an ordinary `torch.optim.Adam` on the
+# genome's leaves. Then the step of `gb.make_train_step` trains on the same batches, from the same initial genome.
 
 # %%
 adam = torch.optim.Adam(leaves.values(), lr=2e-2)
@@ -118,8 +118,8 @@ plt.show()
 # %% [markdown]
 # ## The gradient, end to end
 #
-# This check changes one number of the genome: a code weight of the first layer's g-net. The slope of the loss along
-# this number must equal the gradient.
+# This check changes one number of the genome, a code weight of the first layer's g-net, by a small amount in both
+# directions. The change of the loss, divided by the change of the number, must equal the gradient.
 
 # %%
 state = train_step.init(seed=0)
@@ -154,7 +154,7 @@ plt.show()
 # %% [markdown]
 # ## Train and look at the weights
 #
-# The library's step trains for forty passes over the digits.
+# The step of `gb.make_train_step` trains for forty passes over the digits.
 
 # %%
 epochs = 40

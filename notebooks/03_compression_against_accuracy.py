@@ -17,10 +17,10 @@
 # # Compression against accuracy
 #
 # A genome is not the only way to make a small file. Alternatives are a smaller network, a random subspace, or fewer
-# bits per weight. This notebook compares them at **equal bytes**: the bytes of the file that contains everything
-# needed to run the network. All methods train on the same digits for the same number of steps. Settings (learning
-# rates, widths, depths) are chosen on validation digits. The test digits are used once, by the network that is loaded
-# from its file.
+# bits per weight. This notebook compares these methods at **equal bytes**: the bytes of a file that contains
+# everything needed to run the network. All methods train on the same digits for the same number of steps. Settings
+# (learning rates, widths, depths) are chosen on validation digits. Each network is then loaded from its file and
+# measured once on the test digits.
 #
 # `gbfunc compare --task digits` runs the full comparison. This notebook uses the same code with a small p-net and a
 # short training.
@@ -63,7 +63,8 @@ print("budgets:", ", ".join(f"{p.budget:,} bytes" for p in problems))
 # %% [markdown]
 # ## Measure
 #
-# Three seeds of each method at each size. A method that does not fit into the bytes prints a message.
+# The next cell trains each method with three seeds at each size. If a method does not fit into a size, the cell
+# prints a message.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -93,11 +94,14 @@ figure
 # %% [markdown]
 # At equal bytes, the results are:
 #
-# * **A periodic genome in float32** is better than the smaller dense net at all three sizes, most clearly at the
-#   smallest. At the two smaller sizes, it equals the random subspace within the spread over seeds.
-# * **int8 weights of a smaller net**, trained with rounding, are much better than both at the two smaller sizes.
-# * **A genome trained for its file** equals the int8 net at all three sizes, within the spread over seeds.
-# * **Low rank** does not fit into the smallest budget. It needs the largest budget to learn in so few steps.
+# * **A periodic genome in float32** has a higher accuracy than the smaller dense net at all three sizes. The
+#   difference is largest at the smallest size. At the two smaller sizes, the accuracies of the genome and of the
+#   random subspace differ less than the accuracies of different seeds.
+# * **int8 weights of a smaller net**, trained with rounding, have a much higher accuracy than these three methods at
+#   the two smaller sizes.
+# * **A genome trained for its file** has the accuracy of the int8 net at all three sizes: the two methods differ less
+#   than different seeds do.
+# * **Low rank** does not fit into the smallest size, and learns in so few steps only at the largest size.
 #
 # `gbfunc compare` draws the same figure for any task, with longer trainings.
 #

@@ -16,9 +16,9 @@
 # %% [markdown]
 # # A language model generated from a genome
 #
-# A small GPT learns the English text of Python's own help, one character after the other. Its file stores no
-# matrices: a genome of 81 kB generates them. Two dense nets learn on the same batches for comparison: the same GPT,
-# and a narrower GPT whose *file* is as large as the genome's file.
+# A small GPT learns to predict the next character in the English text of Python's own help. The file of the GPT
+# stores a genome of 81 kB, which generates the GPT's matrices. For comparison, two dense nets learn on the same
+# batches: the same GPT, and a narrower GPT whose *file* is as large as the genome's file.
 
 # %%
 # %matplotlib inline
@@ -44,14 +44,15 @@ print(task.decode(task.val.tokens[300:520].tolist()))
 # %% [markdown]
 # ## The plan
 #
-# The blocks of a Transformer have the same structure. With `gb.periodic(share="layers")`, tiles of the same kind and
-# position share their *code weights*, which are the frequencies and phases of the sines. Each tile has its own
-# coefficients. The table of positions is generated too. Characters have no geometry, so the embedding of characters
-# stays direct and takes half of this genome.
+# The blocks of a Transformer have the same structure. With `gb.periodic(share="layers")`, matrices with the same role
+# in different blocks share *code weights*, the frequencies of the sines. Each tile only has its own linear
+# coefficients, two per sine. G-nets also generate the embedding of positions. The embedding of characters is direct
+# and takes half of this genome, because neighbouring characters of the alphabet do not have similar embeddings.
 #
-# By default, so small a size target stores the embedding as a product of two thin matrices, and uses norms without
-# parameters, as `gbfunc train` does. These defaults are better after 2,000 steps and worse after the 600 steps of
-# this notebook.
+# With fewer than 30,000 parameters, a genome of `gbfunc train` stores the embedding as a product of two thin
+# matrices, and keeps the parameters of norms constant. These defaults give a lower loss after 2,000 steps, but a
+# higher loss after the 600 steps of this notebook. The plan of this notebook is therefore made as for a genome of
+# 31,000 parameters.
 
 # %%
 net = gpt.build(seed=0)
@@ -61,8 +62,8 @@ print(plan.report())
 # %% [markdown]
 # ## Train
 #
-# A plan without generated tensors makes the same step train a dense net. Each of the three networks uses the learning
-# rate with the lowest validation loss among the rates tried.
+# The same training step also trains the dense nets, with a plan that generates no tensors. For each of the three
+# networks, the learning rate is the rate with the lowest validation loss among the rates tried.
 
 # %%
 STEPS = 200 if "CI" in os.environ else 600  # fewer where it is run to see that it runs
@@ -118,8 +119,8 @@ learning_curve({label: history for label, (_, _, history, _) in runs.items()}, "
 # %% [markdown]
 # ## Write
 #
-# Each network generates text before the training and from its file. Besides the file, generation needs only the code
-# and the alphabet.
+# Each network writes text twice: before the training, and after the training from its file. To write text from a
+# file, only the code of the network and the alphabet are needed in addition to the file.
 
 # %%
 prompt = "An object "
@@ -133,8 +134,8 @@ for label, (pnet, path, _, _) in runs.items():
 # %% [markdown]
 # ## The generated weights
 #
-# The matrices of queries, keys and values (three times 96 rows), next to the same matrices of the dense GPT. In both
-# networks, the values have the smallest weights.
+# The figure shows the matrices of queries, keys and values (96 rows each) of the generated GPT and of the dense GPT.
+# In both networks, the matrix of values has the smallest weights.
 
 # %%
 names = ["blocks.0.qkv.weight", "blocks.1.qkv.weight"]
@@ -145,5 +146,5 @@ for name, label in (("generated", "genome"), ("dense", "dense, the same GPT")):
 weight_images(shown)
 
 # %% [markdown]
-# `gbfunc train --task text` trains the full version with four layers of width 128. [Language](results/language.md)
-# has its results on tiny shakespeare, and the rejected settings of this page and of this notebook.
+# `gbfunc train --task text` trains a GPT with four layers of width 128. The page [language](results/language.md) has
+# the results of this GPT on tiny shakespeare, and the settings that were tried and rejected.

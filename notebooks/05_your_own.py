@@ -16,10 +16,10 @@
 # %% [markdown]
 # # Your own hypernetwork and layer
 #
-# gbfunc treats your own types like its built-in types. This notebook defines a **layer** that the library does not
-# know, and two **hypernetworks**: one from an ordinary `nn.Module`, and one as a class with factors. It trains them
-# on digits and compares them with the default, `gb.periodic()`, at nearly equal size. The last network has hidden
-# **units of several kinds**, like a retina.
+# Your own types of g-net work like the built-in types. This notebook defines a **layer** that the library does not
+# know, and two **hypernetworks** (types of g-net): one from an ordinary `nn.Module`, and one as a class that returns
+# factors. The notebook trains genomes of both types on digits, and compares them with genomes of nearly equal size of
+# the default type, `gb.periodic()`. The last network has hidden **units of several kinds**, like a retina.
 
 # %%
 import tempfile
@@ -45,10 +45,11 @@ print(len(train), "digits to train on,", len(val), "to choose settings by,", len
 # %% [markdown]
 # ## A layer
 #
-# Any module with any parameters is a p-net. This module has separate filters for each quadrant of the image, in one
-# tensor of three dimensions. By default, a plan selects the weights of linear layers, convolutions and attention.
-# Name any other tensor in `include`; the plan generates the tensor as a matrix [first dimension, all others].
-# `encodings` gives the codes of its columns. In this example, each of the 64 columns is a pixel within a quadrant.
+# Any module with any parameters can be a p-net. The module of this example has separate filters for each quadrant of
+# the image, in one tensor of three dimensions. By default, g-nets generate the weights of linear layers, convolutions
+# and attention. To generate any other tensor, name the tensor in `include`. The g-nets then generate a matrix whose
+# rows are the tensor's first dimension, and whose columns are all other dimensions. `encodings` gives the codes of
+# the columns. In this example, each of the 64 columns belongs to a pixel of a quadrant.
 
 
 # %%
@@ -102,10 +103,11 @@ class Siren(nn.Module):
 # %% [markdown]
 # ## A hypernetwork as a class
 #
-# A type of g-net defines the parameters of a g-net, their initial values, and the tile. This type multiplies a bump
-# over the rows by a wave over the columns, $w_{ij} = \sum_h v_h\, e^{-A_{ih}^2} \sin(B_{jh})$. The tile is a product
-# of two thin matrices. The class therefore returns `Factors`, and the library does not form the weights where factors
-# are faster. The class has a size field, so that the plan can choose the size.
+# A type of g-net defines the parameters of a g-net, the initial values of these parameters, and the tile. This type
+# multiplies a bump over the rows by a wave over the columns, $w_{ij} = \sum_h v_h\, e^{-A_{ih}^2} \sin(B_{jh})$. The
+# tile is a product of two thin matrices, so the class returns these two `Factors`. Layers then apply the factors
+# instead of the weight if this is faster. The class names the field that holds the number of features (`size_field`),
+# so that the plan can choose this number.
 
 
 # %%
@@ -144,8 +146,8 @@ for label, plan in plans.items():
 # %% [markdown]
 # ## A fair comparison
 #
-# Every type is trained at the same two learning rates. The better rate on the *validation* digits is then trained
-# with three seeds. Only these trainings are measured on the test digits.
+# Every type is trained at the same two learning rates. The rate with the higher accuracy on the *validation* digits
+# is then used for trainings with three seeds. Only the networks of these trainings are measured on the test digits.
 
 
 # %%
@@ -191,18 +193,19 @@ ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# Sines on sines have the same accuracy as the default (their seeds overlap). They need more arithmetic, because the
-# module computes one weight at a time. Bumps times waves are less accurate. One of the 360 test digits is 0.3 points,
-# so differences below a point mean nothing.
+# Genomes of the module (sines on sines) have the same accuracy as genomes of the default type: the accuracies of
+# their seeds overlap. The module needs more arithmetic, because it computes each weight alone. Bumps times waves have
+# a lower accuracy. One of the 360 test digits is 0.3 percentage points, so differences below one percentage point
+# mean nothing.
 
 # %% [markdown]
 # ## Units of several kinds
 #
-# The cells of a retina come in kinds, and the cells of each kind tile the image. The position and the kind of a cell
-# determine its inputs. The 128 hidden units of this network are 8 kinds at 4 x 4 places. The code of a unit consists
-# of three bits for its kind and two coordinates for its place. `gb.table` takes any numbers as codes, for example
-# measured kinds of neurons, their depths, or rows of a connectome. The g-nets then receive the kind and the place of
-# each unit. For comparison, a genome of the same size uses the default codes, the bits of the unit's index.
+# A retina has several kinds of cells, and the cells of each kind cover the image. The kind and the position of a cell
+# determine the cell's inputs. The network of this section has 128 hidden units: 8 kinds at 4 x 4 places. The code of
+# a unit consists of three bits for the kind and two coordinates for the place. `gb.table` takes any numbers as codes,
+# for example measured kinds of neurons, depths of neurons, or rows of a connectome. For comparison, a genome of equal
+# size uses the default codes, the bits of the unit's index.
 
 # %%
 kinds, side = torch.as_tensor(gb.binary().codes(8)), torch.tensor([-3.0, -1.0, 1.0, 3.0])
@@ -225,8 +228,9 @@ for label, plan in {"kinds at places": plan_of(gb.table(cells)), "bits of an ind
     print(f"{label:<17} {plan.genome_params} parameters, test accuracy {found.mean():.1f} +- {found.std():.1f} %")
 
 # %% [markdown]
-# The genome's file stores a table once, even if several axes use it. The report counts the table in `(plan)`. If a
-# formula gives the same codes, the file stores the name of the formula, which takes few bytes:
+# The genome's file stores a table once, even if the rows or columns of several matrices use the table. In the report,
+# the bytes of the table belong to the row `(plan)`. If a formula computes the same codes, the file stores only the
+# formula's name, which takes few bytes:
 
 # %%
 formula = gb.per_axis(gb.binary(), gb.grid(4, 4, bandwidth=3.0), 16)
@@ -236,16 +240,18 @@ for label, units in {"table": gb.table(cells), "formula": formula, "bits": None}
     print(f"plan with {label:<8}", file_bytes(plan_of(units), "int7")["(plan)"], "bytes")
 
 # %% [markdown]
-# In this experiment, kinds and bits have the same accuracy: three seeds overlap. Training may place any cell
-# anywhere. Kinds therefore bring an interpretation and no accuracy: a weight of this genome is a function of the
-# kinds and the places of two units.
+# In this experiment, networks with codes of kinds and places have the same accuracy as networks with codes of bits:
+# the accuracies of the three seeds overlap. The codes of kinds and places make a network easier to interpret: each
+# weight is a function of the kinds and the places of two units.
 #
 # ## Files
 #
-# Loading a file never runs code of its author. If a genome's g-nets come from a factory, pass this factory to load
-# the file. If they come from a class of your own, register the class with `gb.register`, which is also a class
-# decorator; then files with this class can be saved and loaded. To select a layer by default, or to read it as other
-# matrices than [first, all others], write one file and one entry in `gbfunc.layers.KINDS`.
+# Loading a file never runs code from the file. If the g-nets come from a factory (`gb.from_module`), pass this
+# factory to load the file. If the g-nets come from a class of yours, register the class with `gb.register` before you
+# save or load the file. `gb.register` is also a class decorator.
+#
+# By default, g-nets do not generate the weights of a new kind of layer. To change this default, or the way in which
+# the layer's tensors become matrices, add an entry to the table of kinds in `gbfunc/layers/kinds.py`.
 
 # %%
 plan = plans["siren (a module)"]

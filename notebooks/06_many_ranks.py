@@ -15,8 +15,9 @@
 # # Many ranks: one genome, few bytes
 #
 # Data-parallel training sends the gradient of every weight in every step. With a genomic bottleneck, ranks only have
-# to agree on the **genome**. This notebook starts two ranks and trains on digits in all placements of the genome. It
-# shows that the ranks find the same genome as one process, and counts the sent bytes.
+# to agree on the **genome**. This notebook starts two ranks and trains on digits in all placements of the genome (the
+# ways to distribute a genome over ranks). The notebook shows that two ranks find the same genome as one process, and
+# counts the bytes that the ranks send.
 
 # %%
 import json
@@ -34,9 +35,9 @@ from gbfunc.plots import LINES, PALETTE
 # %% [markdown]
 # ## The script
 #
-# `torchrun` would start this script on every rank. Three changes make it a script for many ranks: the mesh, `mesh=`
-# in `make_train_step`, and `mesh.share`, which takes a rank's rows of the *global* batch. Without `torchrun`, the
-# script runs as one process.
+# `torchrun` starts a script like the next one on every rank. Three changes make a script for one process a script for
+# many ranks: the mesh, `mesh=` in `make_train_step`, and `mesh.shard_batch`, which selects a rank's rows of the
+# *global* batch. Without `torchrun`, the script runs as one process.
 
 # %%
 SCRIPT = """
@@ -111,12 +112,12 @@ print(f"p-net of {alone['pnet']:,} weights from a genome of {alone['genome']} pa
 # ## The same genome
 #
 # * *Replicated*: every rank generates every weight.
-# * *Sharded*: each rank owns half of the tiles, with their part of the genome and of the optimizer's state. The tiles
-#   are gathered inside the same autograd graph.
-# * *Factors*: as sharded, but the thin factors of the tiles are gathered instead of the tiles.
+# * *Sharded*: each rank stores half of the genome and of the optimizer's state, and generates half of the tiles. Then
+#   the ranks gather all tiles, inside the same autograd graph.
+# * *Factors*: as sharded, but the ranks gather the thin factors of the tiles instead of the tiles.
 #
-# The placement does not change the result, up to rounding. Training amplifies rounding errors, so the script computes
-# in double precision, in which equal results can be recognized.
+# The placement does not change the result, up to rounding. Training amplifies rounding errors. Therefore the script
+# computes in double precision, in which the rounding errors stay small.
 
 # %%
 for label, (found, other) in runs.items():
@@ -136,8 +137,8 @@ plt.show()
 # %% [markdown]
 # ## Sent bytes
 #
-# Each rank counts the bytes that it sends. `DistributedDataParallel` of the dense p-net all-reduces eight bytes per
-# weight (a double). In a ring of *N* ranks, each rank sends $2 (N - 1) / N$ times these bytes.
+# Each rank counts the bytes that it sends. For comparison, `DistributedDataParallel` of the dense p-net all-reduces
+# eight bytes per weight (a double). In a ring of *N* ranks, each rank sends $2 (N - 1) / N$ times these bytes.
 
 # %%
 sent = {"DDP, dense p-net\n(arithmetic)": 2 * (2 - 1) / 2 * 8 * alone["pnet"]}
@@ -153,7 +154,8 @@ ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# With the replicated placement, the ranks send the genome's gradient, so the compression is also the ratio of the
-# traffic. With the sharded placement, they send the generated weights and their gradients, about as many bytes as
-# DDP. The sharded placement is for genomes that are too large for one rank, or too expensive to generate on one rank.
-# `placement="auto"`, the default, counts bytes and operations and takes the cheapest placement.
+# With the replicated placement, the ranks send the genome's gradient. At a compression of 20, for example, the ranks
+# therefore send 20 times fewer bytes than with DDP. With the sharded placement, the ranks send the generated weights
+# and the gradients of these weights, about as many bytes as DDP. The sharded placement is for genomes that are too
+# large for one rank, or too expensive to generate on one rank. `placement="auto"`, the default, estimates the bytes
+# and operations of the placements, and takes the cheapest placement.

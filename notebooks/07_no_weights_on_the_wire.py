@@ -16,10 +16,11 @@
 # %% [markdown]
 # # Many ranks without sending weights
 #
-# A p-net that is too large for one rank is divided. Each rank runs a *piece* of every layer (tensor parallelism) or
-# some of the *blocks* (pipeline parallelism). Other libraries store, gather and reduce the weights of the pieces. A
-# generated weight is never sent: every rank generates the piece that it uses. The ranks send activations and the
-# gradient of a genome of kilobytes.
+# A p-net that is too large for one rank is divided among several ranks. Each rank runs a *piece* of every layer
+# (tensor parallelism) or some of the *blocks* (pipeline parallelism). In other libraries, ranks store the weights of
+# the pieces, gather the weights, and reduce their gradients. With a genome, weights are never sent: every rank
+# generates the weights of the pieces that the rank runs. The ranks send activations, and the gradient of a genome of
+# kilobytes.
 
 # %%
 import json
@@ -45,9 +46,10 @@ from gbfunc.plots import PALETTE
 # %% [markdown]
 # ## A layer in two pieces
 #
-# The layer is `y = relu(x A^T) B^T`. A rank has some rows of `A` (*column parallel*; the name refers to the columns
-# of `A^T`) and the same columns of `B` (*row parallel*). The hidden units are never gathered, and the output is a sum
-# over ranks. Each rank generates its rows and columns from the tiles that overlap them, and from no other tiles:
+# The layer is `y = relu(x A^T) B^T`. A rank has some hidden units: the rows of `A` (*column parallel*; the name
+# refers to the columns of `A^T`) and the columns of `B` (*row parallel*) that belong to these units. The hidden units
+# are never gathered, and the output is a sum over ranks. To generate the rows and columns of a rank, only the tiles
+# that overlap these rows and columns are needed:
 
 # %%
 torch.manual_seed(0)
@@ -69,14 +71,15 @@ print(f"largest difference between two pieces and the whole: {float((together - 
 # %% [markdown]
 # ## Sending the thin product
 #
-# The sum over ranks has 96 numbers per row in this example. With dense weights, the ranks have to send all of them. A
-# generated matrix is `B = L R^T` with thin factors, so that `sum_p x_p B_p^T = (sum_p x_p R_p) L^T`. The ranks sum
-# the *thin* product, and each rank multiplies the sum by `L^T` afterwards. The ranks send eight numbers per row, and
-# eight numbers per row for the gradient.
+# In this example, the output of the layer has 96 numbers for each row of the batch. With dense weights, the ranks
+# send all 96 numbers to sum the output over ranks. A generated matrix is `B = L R^T` with thin factors, so that
+# `sum_p x_p B_p^T = (sum_p x_p R_p) L^T`. The ranks sum the *thin* product `x_p R_p`, and each rank multiplies the
+# sum by `L^T` afterwards. The ranks then send only eight numbers per row for the output, and eight numbers per row
+# for the gradient.
 #
-# The next script trains the toy model of torch's example in float64 on three ranks. The ranks get 11, 11 and 10 of
-# the 32 hidden units, and a third of the rows each (sequence parallel). `torchrun` would start this script on every
-# rank:
+# The next script trains the model of torch's example on tensor parallelism, in float64 and on three ranks. The ranks
+# get 11, 11 and 10 of the 32 hidden units, and each rank gets a third of the rows (sequence parallel). With
+# `torchrun`, the script would start on every rank:
 
 # %%
 SCRIPT = """
@@ -150,9 +153,9 @@ for lazy, words in (("True", "thin products"), ("False", "whole ones")):
 # %% [markdown]
 # ## Numbers sent by each scheme
 #
-# The table is for a layer of width `d` with `k` thin numbers, `T` tokens per rank and step, `N` ranks and a genome of
-# `G` numbers. The layer has a row-parallel sum in the forward pass and a column-parallel sum in the backward pass.
-# All collectives use rings.
+# The table shows how many numbers a rank sends per step, for a layer of width `d`. Thin factors have `k` columns, a
+# rank has `T` tokens per step, and there are `N` ranks and a genome of `G` numbers. Ranks sum the layer's output in
+# the forward pass, and the gradient of the layer's input in the backward pass. All collectives use rings.
 #
 # | scheme | activations | weights and their gradients | genome |
 # |---|---|---|---|
@@ -183,12 +186,13 @@ plt.show()
 # ## Schedules
 #
 # The ranks of a pipeline wait while the pipeline fills and drains. This waiting time is the *bubble*.
-# `results/schedules.py` simulates a schedule event by event, with the costs of any machine. The next cell simulates
-# three schedules:
+# `results/schedules.py` simulates a schedule: the script computes when each rank starts and ends each forward and
+# backward pass, from given times of these passes. The next cell simulates three schedules:
 #
 # * **GPipe**: the forward passes of all microbatches, then all backward passes.
 # * **1F1B**: one forward pass and one backward pass in turn, which stores fewer activations.
-# * **Zero bubble**: divides the backward pass in two parts, and fills the gaps with the gradients of the weights.
+# * **Zero bubble**: the backward pass in two parts, the gradients of activations and the gradients of weights. Ranks
+#   that would wait compute the gradients of weights.
 
 # %%
 EVENTS = {
@@ -246,8 +250,9 @@ for kind in ("gpipe", "1f1b", "zbv"):
     display(plot_schedule(timeline, kind))
 
 # %% [markdown]
-# The next table shows the memory of the schedules of the LLM training puzzles: with stored weights, and with
-# generated weights that are generated again in the backward pass:
+# The LLM training puzzles (S. Rush, 2023) are exercises on schedules. The next table shows the memory that the
+# schedules of these exercises need in three cases: with stored weights, with generated weights that stay in memory,
+# and with generated weights that the backward pass generates again:
 
 # %%
 print(f"{'schedule':<14} {'stored':>10} {'generated':>10} {'again':>10}   (M numbers, the fullest rank)")
@@ -263,10 +268,11 @@ for kind, sizes in {
 # %% [markdown]
 # ## The planner
 #
-# The example is a Llama of 7 billion parameters with a genome of 316,160 numbers. It trains on eight accelerators
-# (200 Tflop/s, 80 GB, links of 100 Gbit/s) with 64 sequences of 2,048 tokens. The planner does not run the training.
-# It computes the costs and the traffic of the layers from their code on the meta device. As factors, the weights of
-# the p-net take few bytes. Most of a rank's memory holds activations.
+# The planner estimates the time, the memory and the traffic of a training step for each way to divide a p-net among
+# ranks. The example is a Llama of 7 billion parameters with a genome of 316,160 numbers, on eight accelerators (200
+# Tflop/s, 80 GB, links of 100 Gbit/s), with batches of 64 sequences of 2,048 tokens. The planner does not run the
+# training: it runs the code of the layers on the meta device, to count operations and sizes. Weights that stay
+# factors take few bytes, so most of a rank's memory holds activations.
 
 # %%
 import warnings

