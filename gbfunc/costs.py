@@ -16,7 +16,7 @@ _CHANNELS = 16  # Number of channels that a convolution computes at once
 _SLOWER = 1.25  # Time of an operation in a convolution with factors, relative to a dense convolution
 
 OPERATIONS_PER_BYTE: Mapping[str, float] = MappingProxyType({"cpu": 40.0, "cuda": 400.0})
-"""Operations that one rank computes while it sends a byte: 50 Gflop/s at 10 Gbit/s, or 20 Tflop/s at 50 GB/s."""
+"""Operations that run while a byte is sent. CPU: 50 Gflop/s at 10 Gbit/s; GPU: 20 Tflop/s at 50 GB/s."""
 
 
 def product_flops(rows: int, cols: int, k: int) -> float:

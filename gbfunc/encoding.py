@@ -34,7 +34,7 @@ def bit_width(n: int) -> int:
 
 
 def _halves(i_k: Tensor, units: list[int]) -> Tensor:
-    """Return +1 for positions in the second half of a period of `2 * unit`, else -1, for each unit: [..., units]."""
+    """For each unit, return +1 in the second half of every period of `2 * unit` positions, else -1: [..., units]."""
     units_k = i_k.new_tensor(units)
     return torch.where(i_k % (2 * units_k) >= units_k, 1.0, -1.0)
 
@@ -121,7 +121,7 @@ class Gray(Binary):
     type: ClassVar[str] = "gray"
 
     def at(self, i: Tensor, n: int) -> Tensor:
-        # Bit b of the Gray code `i ^ (i >> 1)` is bit b + 1 of `i + 2^b`.
+        # Bit b of the Gray code `i ^ (i >> 1)` is bit b + 1 of `i + 2^b`, which `_halves` returns.
         places = _places(n)
         return _halves(i[..., None] + i.new_tensor(places), [2 * p for p in places])
 
@@ -320,7 +320,7 @@ def grid(*dims: int, code: Literal["coordinate", "gray", "binary"] = "coordinate
 
 TYPES: dict[str, type[Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, Grid, PerAxis, Table)}
 ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(TYPES)
-"""All types of encoding by name; `gb.register` adds to `TYPES`."""
+"""Read-only view of all types of encoding by name. `gb.register` adds types."""
 
 UNKNOWN = "register other classes by gb.register"
 

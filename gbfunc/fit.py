@@ -31,7 +31,7 @@ from gbfunc.trees import flat_genome
 from gbfunc.types import Genome, GenomeLike, GNets, Params, TensorMap
 
 _SOLVES = 32
-"""Iterations of conjugate gradients; the solution is exact after as many iterations as a tile has unknowns."""
+"""Number of iterations of conjugate gradients. The solution is exact for tiles of at most this many unknowns."""
 
 
 class Fit(NamedTuple):

@@ -23,7 +23,7 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
 
 Noise = Mapping[str, Params]
-"""Standard normal noise [T, ...] of stochastic g-nets, by ensemble and name."""
+"""Standard normal noise [T, ...] for the T tiles of each stochastic ensemble, by ensemble and by name."""
 
 _DRAWS = 8  # Maximum number of draws of a slot's leaves
 _NEWTON_STEPS = 8

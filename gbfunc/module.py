@@ -370,7 +370,7 @@ def _module_class(cls: type[GenomeModule], stock: type[nn.Module]) -> type[Genom
     def forward(self: GenomeModule, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(self, *args, **kwargs)
 
-    # Trainers select the columns of a data set by the signature of `forward`.
+    # Keep the signature of the p-net's forward, by which trainers select the columns of a data set.
     with contextlib.suppress(TypeError, ValueError):
         forward.__signature__ = inspect.signature(stock.forward)  # pyright: ignore[reportFunctionMemberAccess]
     own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}

@@ -10,7 +10,7 @@ Params: TypeAlias = dict[str, Tensor]
 """Tensors by name."""
 
 GNets: TypeAlias = dict[str, Params]
-"""Leaves by ensemble and name; the first dimension of a leaf is tiles [T, ...] or groups of tiles [G, ...]."""
+"""Leaves by ensemble and name. A leaf is [T, ...] for T tiles, or [G, ...] for G groups of tiles."""
 
 Kernel: TypeAlias = Literal["auto", "eager", "compiled"]
 """The implementation of ReLU, periodic and bilinear g-nets.
@@ -20,7 +20,7 @@ otherwise `"eager"`.
 """
 
 Lazy: TypeAlias = bool | Literal["auto"]
-"""Whether weights stay factors: True wherever possible, False nowhere, `"auto"` where factors are faster."""
+"""Whether layers apply factors instead of weights: True where possible, False never, `"auto"` where faster."""
 
 JSON: TypeAlias = dict[str, Any]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gbfunc.parallel import Layout
 
 _NEEDS: tuple[Needs, ...] = ("leaves", "factors", "matrix")
-"""What the forms of weights may need, the most general first: leaves give factors, and factors give matrices."""
+"""Needs of forms. The first need among an ensemble's forms serves all: leaves give factors, factors give matrices."""
 
 
 def make_generator(

@@ -26,7 +26,7 @@ from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Factors, Kernel, Params
 
 _RUN_BYTES = 2**22
-"""Minimum size in bytes of the tiles that one call generates. Smaller calls cost time, much larger calls memory."""
+"""Minimum bytes of tiles per call. Smaller calls would take more time, and much larger calls more memory."""
 
 
 class Generated(NamedTuple):
@@ -188,7 +188,7 @@ class Generator:
 
     def __init__(
         self,
-        stacks: Sequence[Stack],  # Stacks with needs="leaves" come last
+        stacks: Sequence[Stack],  # Stacks with needs="leaves", which a call does not evaluate, come last
         places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: form, and (stack, slot) indices of matrices
         forms: dict[str, WeightForm],  # Forms of weights that are not dense, by all tied names
         direct: Sequence[Target],

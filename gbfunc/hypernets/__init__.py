@@ -20,9 +20,9 @@ from gbfunc.types import TileDims as TileDims
 TYPES: dict[str, Callable[..., Hypernet]] = {
     t.type: t for t in (periodic, bilinear, constant, gnet, stochastic, low_rank, xox, new_rows, from_module)
 }
-"""Types by name; `gb.register` adds entries."""
+"""Types of g-net by name. `gb.register` adds types."""
 HYPERNETS: Mapping[str, Callable[..., Hypernet]] = MappingProxyType(TYPES)
-"""Read-only view of all types by name."""
+"""Read-only view of `TYPES`."""
 
 
 def hypernet_from_json(data: dict[str, Any], factories: Mapping[str, Callable[..., Any]]) -> Hypernet:

@@ -105,7 +105,7 @@ class FactoredWeight(WeightForm):
         channels, kernel = self.shape[1], self.shape[2:]
         if x.shape[1] != channels:
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
-        # On a CPU, torch's 2D convolutions keep the channels-last memory format, but 3D convolutions do not.
+        # Whether torch would keep the channels-last memory format: on a CPU, 2D convolutions do, but 3D do not.
         last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape

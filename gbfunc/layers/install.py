@@ -51,7 +51,7 @@ def layer_form(layer: nn.Module) -> LayerForm | None:
     form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
     # If a method of this instance was replaced, such as its forward, the layer may differ from its class.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
-    # nn.MultiheadAttention reads the weight of its output projection, whose forward is never called.
+    # nn.MultiheadAttention never calls its output projection, but reads the dense weight: a form is useless.
     read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return form if form is not None and form.plain(layer) and not (patched or read) else None
 

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 DELTA = "delta"
 """The attribute name for the delta of a layer that hides its weight (`gbfunc.layers.beside`)."""
 _SEPARATE = {"q_proj_weight": "embed_dim", "k_proj_weight": "kdim", "v_proj_weight": "vdim"}
-"""Weights of an `nn.MultiheadAttention` with inputs of different widths, and the attribute that is their width."""
+"""Weights of `nn.MultiheadAttention` for inputs of different widths, and the attribute with each weight's width."""
 
 
 class LayerKind(NamedTuple):

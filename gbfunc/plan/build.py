@@ -30,7 +30,7 @@ from gbfunc.types import MatrixDims, dtype_name
 
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
-"""Codes of one axis, as given by the user."""
+"""What a user may give as codes of the rows, or of the columns, of a parameter."""
 _DIRECT_SHARE = 0.25  # If direct parameters take a larger fraction of a size target, the longest tensors are generated
 # Embeddings become factors if they exceed this fraction of a size target, or their fraction of the p-net if larger
 _EMBEDDING_SHARE = 0.25

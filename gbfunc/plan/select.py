@@ -47,7 +47,7 @@ class Targets(NamedTuple):
 
     def left_out(self, pnet: nn.Module, weights: dict[str, Tensor], prefixes: Collection[str]) -> dict[str, str]:
         """Return `{layer: reason}` for selected layers that cannot have a delta, except names that have a prefix."""
-        # Some libraries store the weights of quantized layers in buffers.
+        # Look at buffers, too, because some libraries store the weights of quantized layers in buffers.
         packed = {k: b for k, b in pnet.named_buffers() if b.dtype in _PACKED and b.ndim > 1 and b.numel()}
         left = dict(self.hidden)
         for name, x in (weights | packed).items():
@@ -142,7 +142,7 @@ def choose(
     Returns the parameters (with a base, changed and new ones), and `{layer: reason}` for layers without a delta.
     """
     infos = parameter_infos(pnet) if targets is None else targets.infos
-    # If some parameters require grad, parameters that do not require grad keep their values.
+    # If some parameters require grad, all other parameters are frozen: the genome contains their values.
     some_trained = targets is None and any(info.tensor.requires_grad for info in infos)
     included = set[str]().union(*_matches("include", include, infos))
     excluded = set[str]().union(*_matches("exclude", exclude, infos))

@@ -167,7 +167,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
 
 
 def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> Backend | None:
-    # torch does not allow `_Waves` inside transforms of `torch.func`, even if they transform only the p-net's inputs.
+    # Use PyTorch's operators inside transforms of `torch.func`, which reject `_Waves` even for constant leaves.
     if is_plain_needed() or torch._C._are_functorch_transforms_active():
         return None
     kinds = {(x.dtype, x.device.type) for x in (*leaves, *[side.codes for side in sides])}
