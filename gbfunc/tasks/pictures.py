@@ -155,7 +155,7 @@ def read_pixels(pictures: Sequence[Any], size: int) -> NDArray[np.uint8]:
 
 
 def preprocessing(folder: Path) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-    """Read how a pretrained network scales pictures: the rows, and the mean and standard deviation of bytes [C]."""
+    """Read how a pretrained network scales pictures: number of rows, mean and standard deviation of bytes [C]."""
     path, timm = folder / PREPROCESSOR, parse_json((folder / CONFIG).read_bytes(), CONFIG).get("pretrained_cfg")
     with one_error(path, "preprocessor, which says how a network takes pictures"):
         if timm is None:
