@@ -1,7 +1,7 @@
-"""Pages that are no files under notebooks/: the README as the start, reference of each public name, genomes that grow.
+"""Add pages to the site that are not files under notebooks/: the README, a page per public name, and live pages.
 
-Formulas become MathML, so that no page fetches a script to show them; a built page that leads nowhere, or to a script
-or style elsewhere, fails the build.
+Convert formulas to MathML, so that no page fetches a script to show them. Fail the build if a page has a link without
+a target, or fetches a script or a style from elsewhere.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ import gbfunc as gb  # noqa: E402
 from gbfunc.cli.parser import COMMANDS, parse  # noqa: E402
 from gbfunc.exporting import page as browser  # noqa: E402
 
-# The reference's list, in which each public name stands once, and what users meet without writing its name.
+# The index of the reference: every public name once, and the classes of objects that public functions take or return.
 GROUPS = {
     "Plan": "make_plan Plan register",
     "Types of g-net": "periodic bilinear gnet stochastic low_rank xox constant new_rows from_module",
@@ -44,14 +44,14 @@ GROUPS = {
     "Files": "save load load_metadata export Checkpointer load_checkpoint",
     "Adapters and modules": "GenomeModule materialize_many merge_genomes save_lora",
     "Many ranks": "mesh plan_parallel",
-    "What these take and return": "train.options.StepOptions formats.Steps train.step.TrainStep train.step.StepInfo "
-    "train.optimizers.Optimizer train.population.Population train.alignment.UpdateAlignment "
+    "Classes of arguments and results": "train.options.StepOptions formats.Steps train.step.TrainStep "
+    "train.step.StepInfo train.optimizers.Optimizer train.population.Population train.alignment.UpdateAlignment "
     "fit.Fit many.ManyGenomes storage.checkpoint.Checkpoint exporting.Exported "
     "parallel.Mesh parallel.CollectiveError parallel.planner.DeviceSpec parallel.planner.ParallelPlan "
     "parallel.styles.tensor_styles parallel.styles.pad_vocabulary",
     "Tasks": "tasks.find_task tasks.Task tasks.Recipe tasks.Split tasks.accuracy",
-    "To make your own": "hypernets.Hypernet hypernets.Sized hypernets.Leaf hypernets.Factors encoding.Encoding",
-    # Last: these alone need an extra.
+    "For your own types": "hypernets.Hypernet hypernets.Sized hypernets.Leaf hypernets.Factors encoding.Encoding",
+    # Evolution comes last, because only these names need an extra.
     "Evolution": "evolution.GenomeProblem evolution.ControlProblem",
 }
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
@@ -59,12 +59,12 @@ GLOSSARY = (ROOT / "notebooks" / "guides" / "glossary.md").read_text(encoding="u
 TERMS = {term: re.findall(rf"\*\*{term}\*\*.*\n: (.*?)\.(?:\s|$)", GLOSSARY)[0] for term in ("p-net", "g-net")}
 """First sentence of the glossary for each term."""
 BOOSTS = {"guides/shrink.md": 12, "guides/command_line.md": 12, "guides": 4, "results": 0.5}
-"""What the score of a page in the search is multiplied by."""
+"""Factors on the scores of pages in the search."""
 NAMES = [name for group in GROUPS.values() for name in group.split()]
 
 
 class Doctests(griffe.Extension):
-    """Fences around doctests, which otherwise read as quotations."""
+    """Put fences around doctests, which Markdown would show as quotations."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         """Fence each paragraph of a docstring that begins with `>>>`."""
@@ -76,7 +76,7 @@ class Doctests(griffe.Extension):
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Link the repository, and put the reference's pages into the navigation."""
+    """Link the repository, and add the pages of the reference to the navigation."""
     config.repo_url = URLS["Repository"].removesuffix(".git")
     config.repo_name = "Repository"
     pages = [{title: [{n.split(".")[-1]: page_of(n)} for n in group.split()]} for title, group in GROUPS.items()]
@@ -88,9 +88,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages."""
     if odd := set(gb.__all__) ^ {name for name in NAMES if "." not in name}:
-        raise PluginError(f"GROUPS in .docs/hooks.py must hold each name of gbfunc.__all__; see to {sorted(odd)}")
+        raise PluginError(f"GROUPS in .docs/hooks.py must equal gbfunc.__all__; add or remove {sorted(odd)}")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    # Its links are from the root of the repository; of the site that is notebooks/.
+    # Links in the README start at the root of the repository. The root of the site is notebooks/.
     made = {"index.md": readme.replace("](notebooks/", "]("), "reference/index.md": reference_index()}
     made["guides/command_line.md"] = command_line()
     made |= {page_of(name): reference_page(name) for name in NAMES}
@@ -107,7 +107,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def command_line() -> str:
     """Return the help of every command, as the parser writes it."""
     os.environ["COLUMNS"] = "88"
-    lines = ["# The command line", "", "`gbfunc COMMAND --help` prints the same; `gbfunc --version`, the version."]
+    about = (
+        "This page has the output of `gbfunc COMMAND --help` for each command. `gbfunc --version` prints the version."
+    )
+    lines = ["# The command line", "", about]
     for name in COMMANDS:
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
             parse([name, "--help"])
@@ -121,14 +124,15 @@ def page_of(name: str) -> str:
 
 
 def reference_index() -> str:
-    """All names, by what they are for."""
+    """Return the index of the reference: all names, in groups by purpose."""
     lines = [
         "# Reference",
         "",
-        "Names without a dot are `gb.NAME` after `import gbfunc as gb`, the others `gbfunc.ROOM.NAME`.",
+        "A name without a dot, such as `make_plan`, is an attribute of `gb` after `import gbfunc as gb`. A name with a "
+        "dot, such as `tasks.Task`, is in a module of `gbfunc`: `from gbfunc.tasks import Task`.",
     ]
     for title, group in GROUPS.items():
-        lines += ["", f"## {title}", "", "| name | what it is |", "|---|---|"]
+        lines += ["", f"## {title}", "", "| name | description |", "|---|---|"]
         for name in group.split():
             first = (find(name).__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("|", r"\|")
             lines.append(f"| [`{name}`]({name.split('.')[-1]}.md) | {first} |")
@@ -136,35 +140,35 @@ def reference_index() -> str:
 
 
 def find(name: str) -> Any:
-    """What `gbfunc.NAME` is."""
+    """Return the object `gbfunc.NAME`."""
     room, _, last = name.rpartition(".")
     return getattr(import_module(f"gbfunc.{room}" if room else "gbfunc"), last)
 
 
 def reference_page(name: str) -> str:
-    """The page of a name: the class or function behind it, under the name that users write."""
+    """Return the page of a class or function, with the name that users write as the title."""
     thing, last = find(name), name.split(".")[-1]
     heading = f"gbfunc.{name}" if "." in name else f"gb.{name}"
     options = f"    options:\n      heading: {heading}\n      toc_label: {last}\n"
     if last.islower():
-        # Of types and codes, which are classes that users call, the arguments are what counts.
+        # Types of g-net and codes are classes that users call, so the page shows the arguments and no members.
         options += "      members: false\n      show_bases: false\n      show_labels: false\n"
     return f"---\ntitle: {last}\n---\n\n::: {thing.__module__}.{thing.__qualname__}\n{options}"
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Name the repository's address, keep figures on one line, and rank guides above notebooks and results."""
+    """Insert the repository's address, keep a number and its deviation on one line, and rank guides above results."""
     path = page.file.src_uri
     page.meta["search"] = {"boost": BOOSTS.get(path) or BOOSTS.get(path.split("/")[0], 1)}
     markdown = re.sub(r"± \d+\.\d+( %)?", lambda spread: spread[0].replace(" ", "\N{NO-BREAK SPACE}"), markdown)
     if path != "guides/glossary.md" and not path.endswith(".ipynb"):
-        # Terms of the field's own show their meaning under the pointer.
+        # Show the meaning of a term when the pointer is on the term.
         markdown += "\n\n" + "\n".join(f"*[{term}{s}]: {TERMS[term]}" for term in TERMS for s in ("", "s"))
     return markdown.replace("GBFUNC_REPOSITORY", URLS["Repository"])
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
-    """Formulas, of pages as arithmatex marks them and of notebooks' text between dollars; links that MkDocs leaves."""
+    """Convert formulas of pages (marked by arithmatex) and of notebooks (between dollars), and the remaining links."""
     html = re.sub(r"<table>.*?</table>", _labelled, html, flags=re.S)
     html = re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', _formula, html, flags=re.S)
     if page.file.src_uri.endswith(".ipynb"):
@@ -183,7 +187,7 @@ def on_page_content(html: str, page: Page, **_: object) -> str:
 
 
 def _reference(code: re.Match[str], folder: str) -> str:
-    """Link a class, or a name as `gb.NAME`, to its page: `load` or `table` alone is often another thing."""
+    """Link a class, or `gb.NAME`, to its page. Lower-case names without `gb.` often mean something different."""
     public = code[2] in {name.split(".")[-1] for name in NAMES} and (code[1] or code[2][0].isupper())
     return f'<a href="{folder}{code[2]}.html">{code[0]}</a>' if public else code[0]
 
@@ -205,9 +209,9 @@ def _formula(found: re.Match[str]) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Check every link of the built pages, notebooks' and the reference's too."""
+    """Check every link of the built pages, including notebooks and the reference."""
     site = Path(config.site_dir)
-    # Not those that grow a genome, whose script has links in its strings: they have tests of their own.
+    # Skip live pages: their scripts have links in strings, and the tests check these pages.
     found = (path for path in site.rglob("*.html") if path.parent != site / "pages")
     pages = {path: path.read_text(encoding="utf-8") for path in found}
     anchors = {path: set(re.findall(r'\bid="([^"]+)"', html)) for path, html in pages.items()}
@@ -219,11 +223,11 @@ def on_post_build(config: MkDocsConfig) -> None:
                 if tag != "a" and url.scheme != "data":
                     dead.append(f"{path.relative_to(site)} fetches {link}")
                 continue
-            # 404.html alone has links from the root, wherever that will be.
+            # Only 404.html has links from the root of the site, whose address is not known here.
             target = (path.parent / unquote(url.path)).resolve() if url.path else path
             if not url.path.startswith("/") and not target.exists():
                 dead.append(f"{path.relative_to(site)}: no {link}")
             elif url.fragment and target in anchors and unquote(url.fragment) not in anchors[target]:
                 dead.append(f"{path.relative_to(site)}: no anchor {link}")
     if dead:
-        raise PluginError("\n".join(["built pages with links that lead nowhere or fetch what is elsewhere:", *dead]))
+        raise PluginError("\n".join(["links without a target, and scripts or styles from elsewhere:", *dead]))

@@ -17,10 +17,10 @@
 # # Innate, then learned
 #
 # The genome of an animal determines what the animal can do at birth; the animal learns the rest (Zador, 2019; Shuvaev
-# et al., PNAS 2024). In the same way, a network generated from a genome performs a task at birth, and its weights can
-# then be trained. This notebook shows both parts on handwritten digits: a network at birth and during learning, many
-# brains from one genome, evolution without gradients, a population of genomes in one step, and a genome that is
-# trained *for learning*.
+# et al., PNAS 2024). In the same way, a network generated from a genome performs a task at birth, before its weights
+# are trained. Then training continues to change the weights themselves. This notebook has five experiments on
+# handwritten digits: a network at birth and during learning, many brains from one genome, evolution without
+# gradients, a population of genomes in one step, and a genome that is trained *for learning*.
 
 # %%
 # %matplotlib inline
@@ -65,10 +65,10 @@ def trained(plan, pnet, steps, lr):
 # ## Learning after birth
 #
 # A genome of some 300 numbers generates a p-net of 82,510 weights. `teach` continues to train these weights with Adam
-# at a constant rate. For comparison, the same p-net learns from random weights on the same batches. Each network uses
-# the rate that is best on the validation images during the whole training. The second task is MNIST in 8 x 8 pixels,
-# which the genome was not trained on. If the files of MNIST are missing, the second task is the same digits,
-# transposed.
+# at a constant rate. For comparison, a p-net with random weights learns on the same batches. For each network, the
+# learning rate is the one with the best validation accuracies over the whole training. The second task is a task that
+# the genome was not trained for: MNIST in 8 x 8 pixels. If the files of MNIST are missing, the second task is the
+# digits of the first task, transposed.
 
 # %%
 pnet = task.build(seed=0)
@@ -99,18 +99,19 @@ figure
 
 # %% [markdown]
 # At birth, the generated network classifies more than nine of ten digits correctly, and random weights are at chance.
-# The best rate of the generated network is small, because a larger rate destroys the innate ability in one step.
-# Random weights learn at a larger rate. They come close after ten steps and reach the same accuracy after three
-# passes. The innate ability is an advantage while experience is short.
+# The generated network needs a small learning rate, because a larger rate destroys the innate ability in one step.
+# Random weights learn at a larger rate. After ten steps, the accuracy of random weights is near the accuracy of the
+# generated network, and after three passes, both accuracies are equal. The innate ability is an advantage only while
+# the network has seen few images.
 #
-# On the second task, the generated network is above chance at birth. It then learns no faster than random weights,
-# because the genome encodes its own digits and not digits in general. (In the paper, nothing transferred from MNIST
-# to Fashion-MNIST either.)
+# On the second task, the generated network is above chance at birth, but learns no faster than random weights. The
+# reason: the genome encodes the digits of the first task and not digits in general. (In the paper, networks for MNIST
+# had no advantage on Fashion-MNIST either.)
 #
-# The script `notebooks/results/birth.py` repeats the experiment on whole data sets. The next table shows its test
-# accuracy (%), as mean and standard deviation over three seeds, from [`results/birth.md`](results/birth.md). At
-# birth, the paper's genomes have 94, 91 and 79 % on MNIST with the same numbers of parameters. The net for CIFAR-10
-# is narrow, with 39,066 parameters:
+# The script `notebooks/results/birth.py` repeats the experiment on whole data sets. The next cell prints the test
+# accuracies (%) of this script, as mean and standard deviation over three seeds, from
+# [`results/birth.md`](results/birth.md). The net for CIFAR-10 is narrow, with 39,066 parameters. For comparison, the
+# paper's genomes for MNIST, with the same numbers of parameters, have accuracies of 94, 91 and 79 % at birth:
 
 # %%
 RESULTS = [
@@ -129,9 +130,9 @@ for name, genome, values in RESULTS:
 # ## Many brains of one genome
 #
 # A *stochastic* g-net gives each weight a mean and a standard deviation, so that one genome can generate any number
-# of networks. `materialize(noise=...)` generates one network from a draw of `sample_noise`. Training makes the
-# deviations small, so this cell also multiplies the noise. This is possible because the noise is an argument and the
-# weights are linear in the noise.
+# of networks. `sample_noise` draws the noise of one network, and `materialize(noise=...)` generates the network.
+# Training makes the standard deviations small. To show larger differences between networks, the next cell also
+# multiplies the noise by factors of up to 300.
 
 # %%
 small = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
@@ -156,10 +157,11 @@ for factor in (1, 30, 100, 300):
 # %% [markdown]
 # ## Evolution
 #
-# `gb.flatten` returns a genome as one vector, and a function from vectors to genomes. Evolution strategies and other
-# packages search such vectors. This cell uses natural evolution strategies (Salimans et al., 2017). Each generation
-# has 32 mirrored mutants, and one `vmap` generates and evaluates all of them. The search only uses their losses; no
-# gradient reaches the genome. The curve is drawn in the next section.
+# `gb.flatten` returns a genome as one vector, and a function that maps vectors to genomes. Evolution strategies
+# search for such a vector. The next cell uses natural evolution strategies (Salimans et al., 2017). Each generation
+# has 64 mutants: 32 random changes, each added to the vector and subtracted from the vector. One `vmap` generates and
+# evaluates all mutants. The search only uses the losses of the mutants; no gradient reaches the genome. The next
+# section draws the curve of the losses.
 
 # %%
 tiny = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
@@ -193,8 +195,8 @@ print(f"{len(vector)} numbers, {generations[-1]} generations of {2 * MUTANTS}: {
 # %% [markdown]
 # ## A population in one step
 #
-# `gb.population` trains many genomes in one vmapped step. The members differ in seed, learning rate or batch. The
-# training of each member equals its training without the others. This cell trains 16 learning rates at once:
+# `gb.population` trains many genomes in one step, by `vmap`. The genomes may differ in seed, learning rate or batch.
+# Each genome is trained as if it were trained alone. The next cell trains genomes at 16 learning rates at once:
 
 # %%
 middle = task.with_pnet(task.pnet.scaled(64 / 1100))
@@ -251,9 +253,9 @@ plt.show()
 #
 # A genome can also be trained so that its network *learns* well (model-agnostic meta-learning, Finn et al., 2017).
 # Each task shows five digits once, with labels from 0 to 4 that are drawn at random for each task. No genome can know
-# these labels, so the network has to learn them. The differences between digits can be innate. Learning takes two
-# steps of gradient descent on all generated weights. Everything is a pure function, so the genome's gradient goes
-# through these steps:
+# these labels, so the network has to learn the labels. Only the differences between digits can be innate. Learning
+# takes two steps of gradient descent on all generated weights. All functions are pure, so the gradient with respect
+# to the genome goes through the two steps:
 #
 # genome -> `generate` -> weights -> two steps on five images -> loss on other images.
 
@@ -334,8 +336,8 @@ plt.show()
 
 # %% [markdown]
 # Both networks are at chance at birth, because the labels are random. After one step, the network of the genome knows
-# the five labels. Random weights, at the best of three rates, stay far below at any number of steps: five images do
-# not show how digits differ, and the genome encodes these differences.
+# the five labels. With random weights, at the best of three learning rates, the accuracy stays far lower after any
+# number of steps. Five images do not show how digits differ, but the genome encodes these differences.
 #
 # The gradient through the steps of learning equals finite differences (in float64, up to rounding):
 

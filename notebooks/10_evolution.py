@@ -16,11 +16,11 @@
 # %% [markdown]
 # # Evolution
 #
-# Evolution copies genomes with random changes and keeps those with the best results. It uses no gradient. A genome
-# has a few hundred numbers, whatever the size of the generated network. Evolution strategies can search a few hundred
-# numbers; their cost grows with the number of searched parameters. The algorithms come from
+# Evolution copies genomes with random changes and keeps the genomes with the best results, without gradients. The
+# cost of evolution strategies grows with the number of searched parameters. A genome has only a few hundred numbers,
+# also for a large network, so evolution strategies can search for a genome. The algorithms come from
 # [EvoTorch](https://docs.evotorch.ai) (`pip install 'gbfunc[evolve]'`). `GenomeProblem` makes an EvoTorch problem
-# from a plan, a p-net and a loss function. Complete tables: [`results/evolution.md`](results/evolution.md).
+# from a plan, a p-net and a loss function. [`results/evolution.md`](results/evolution.md) has complete tables.
 
 # %%
 # %matplotlib inline
@@ -54,9 +54,10 @@ def batches(seed=0):
 # %% [markdown]
 # ## A genome is a solution
 #
-# The search is in units of *steps*. A solution `z` stands for the genome `start + steps * z`. `steps` are fractions
-# of the initial standard deviations of code weights, linear coefficients and direct parameters. A standard deviation
-# of 1 therefore fits every algorithm.
+# EvoTorch searches for a vector `z`, which stands for the genome `start + steps * z`. `steps` sets how much code
+# weights, linear coefficients and direct parameters change when `z` changes by 1, as fractions of their initial
+# standard deviations. Therefore the initial standard deviation of `z` can be 1 in every algorithm.
+#
 
 # %%
 small = task.with_pnet(task.pnet.scaled(64 / 1100))
@@ -73,8 +74,8 @@ print(f"{problem.solution_length} numbers for {sum(p.numel() for p in net.parame
 print(f"after {problem.evaluations} evaluations: {accuracy(net, task.test):.1%} of the test images")
 
 # %% [markdown]
-# One `vmap` generates and evaluates a population. The cell compares it with a loop over the members that calls
-# `generate`, the p-net and the loss.
+# One `vmap` generates and evaluates a population. The next cell compares the losses with the losses of a loop, which
+# calls `generate`, the p-net and the loss function for each member.
 
 # %%
 z = torch.randn(256, problem.solution_length, generator=torch.Generator().manual_seed(0))
@@ -104,7 +105,7 @@ print(f"256 members: {looped:.0f} ms one by one, {vmapped:.0f} ms together: {loo
 # %% [markdown]
 # ## At equal evaluations
 #
-# The same algorithm, population and batches search four things:
+# One algorithm, with equal populations and batches, searches for four kinds of solutions:
 #
 # * the genome;
 # * the p-net's weights (a plan in which every tensor is direct);
@@ -167,16 +168,17 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# With few evaluations, the p-net's 4,810 weights evolve fastest, and a random subspace of the weights is better than
-# the genome. A mutation of a dense net changes all weights slightly, and many directions improve the net. The small
-# net with as many numbers as the genome is the worst. The search space of the genome is rugged, because its numbers
-# are frequencies and phases. The advantage of the genome is its size: the result is stored in 448 numbers. After
-# 128,000 evaluations, genome and dense weights are within a point of each other (see the tables).
+# After few evaluations, the p-net's 4,810 weights have the highest accuracy, then the random subspace of the weights,
+# then the genome. The small net with as many numbers as the genome has the lowest accuracy. A mutation of dense
+# weights changes all weights slightly, and many such changes improve the net. A mutation of a genome changes
+# frequencies and phases, so similar genomes may have very different losses. The advantage of the genome is its size:
+# the result is stored in 448 numbers. After 128,000 evaluations, the accuracies of the genome and of the dense
+# weights differ by less than one percentage point (see the tables).
 #
 # ## Acting
 #
-# `ControlProblem` replaces the loss by the return of episodes. All members act at the same time in one vectorized
-# environment of gymnasium.
+# `ControlProblem` maximizes the return of episodes instead of minimizing a loss. All members act at the same time, in
+# one vectorized environment of gymnasium.
 
 # %%
 torch.manual_seed(0)

@@ -16,9 +16,13 @@
 # %% [markdown]
 # # What a genome says of brains
 #
-# This notebook asks three questions, each with about ten lines of library calls and a figure: which starts learn fast
-# after birth, how brains of one genome differ and whether their differences are useful, and what kinds of cells
-# compute. It uses one seed and short trainings. [`results/brains.md`](results/brains.md) has three seeds and longer
+# This notebook asks three questions, each with about ten lines of library calls and a figure:
+#
+# * Which initial weights learn fast after birth?
+# * How do the brains of one genome differ, and are the differences useful?
+# * What do different kinds of cells compute?
+#
+# The notebook uses one seed and short trainings. [`results/brains.md`](results/brains.md) has three seeds and longer
 # trainings by the same code: `GBFUNC_FULL=1 python notebooks/11_brains.py`.
 
 # %%
@@ -88,16 +92,17 @@ def trained(plan, pnet, steps, lr, seed, after=lambda state: state, start=None):
 # ## Learning after birth
 #
 # A network is born and meets a new task: the labels of the ten digits are permuted (*new names*), the images are
-# rotated, or the pixels are permuted. It sees two images of each digit and takes k steps of gradient descent on its
-# weights. There are four starts:
+# rotated, or the pixels are permuted. The network sees two images of each digit and takes k steps of gradient descent
+# on the weights. The experiment compares four kinds of initial weights:
 #
-# * a genome of 600 numbers that was trained *for learning* such tasks; the gradient goes through two steps of
-#   learning, as in notebook 09;
-# * the 4,810 weights, trained for learning in the same way (model-agnostic meta-learning, Finn et al., 2017);
-# * a genome that was trained on one task, the digits with their usual labels;
+# * weights from a genome of 600 numbers that was trained *for learning* such tasks: the gradient goes through two
+#   steps of learning, as in notebook 09;
+# * the p-net's 4,810 weights, trained for learning in the same way without a genome (model-agnostic meta-learning,
+#   Finn et al., 2017);
+# * weights from a genome that was trained on one task, the digits with their usual labels;
 # * random weights.
 #
-# Each start learns at the best of five rates on validation tasks.
+# For each kind of initial weights, the learning rate is the best of five rates on validation tasks.
 
 # %%
 learner = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
@@ -221,21 +226,23 @@ finish(axes, "brains_learning")
 print(f"{time.process_time() - began:.0f} s of CPU so far")
 
 # %% [markdown]
-# * **Permuted labels**: the network of the genome for learning knows most digits after one step. The 4,810 weights
-#   that were trained for learning need more steps, and random weights need many more.
-# * **Rotated images**: the weights trained for learning stay ahead. In this family, more than a way to learn can be
-#   innate.
-# * **Permuted pixels**: little can be innate. Genome and weights for learning are a few points better than random
-#   weights.
-# * **The genome of one task** is the worst start in all families. Readers of the paper observed the same. The *task*
-#   of the bottleneck decides whether a network learns fast, and not the bottleneck.
+# * **Permuted labels**: the network of the genome that was trained for learning knows most digits after one step. The
+#   4,810 weights that were trained for learning need more steps, and random weights need many more steps.
+# * **Rotated images**: the 4,810 weights that were trained for learning have the highest accuracy. All tasks have the
+#   same labels, so the digits themselves can be innate, and not only a way to learn.
+# * **Permuted pixels**: little can be innate. The genome and the weights that were trained for learning have an
+#   accuracy a few percentage points higher than random weights.
+# * **The genome of one task** gives the initial weights with the lowest accuracy in all three kinds of tasks. Readers
+#   of the paper observed the same. A network learns fast if its genome is trained for learning. The bottleneck alone
+#   is not enough.
 #
 # ## Brains that differ
 #
 # A stochastic g-net gives each weight a mean and a standard deviation. In this experiment, the standard deviation is
 # fixed at a level, in units of the initial standard deviation of the weights. The means are trained with new noise in
-# every step. Each genome generates twenty brains. *Alike* is the linear centred kernel alignment (Kornblith et al.,
-# 2019) of the hidden layers of two brains on the test images. It is 1 if the two layers are equal up to a rotation.
+# every step. Each genome generates twenty brains. The cell prints how *alike* two brains are: the linear centred
+# kernel alignment (Kornblith et al., 2019) of their hidden layers on the test images. The alignment is 1 if the two
+# layers are equal up to a rotation.
 
 # %%
 body = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -324,16 +331,19 @@ finish(axes, "brains_differ")
 print(f"{time.process_time() - began:.0f} s of CPU so far")
 
 # %% [markdown]
-# Up to a level of 0.3, noise costs almost no accuracy. Brains that differ by a quarter of their weights' standard
-# deviation lose a point, and their vote recovers it. Their hidden layers stay almost the same (alignment near 1): one
-# genome is one representation. Noise protects little. It does not help where units are lost. Where synapses are lost,
-# it helps at most in the middle of the range.
+# Up to a level of 0.3, noise lowers the accuracy very little. If brains differ by a quarter of the weights' standard
+# deviation, a single brain loses one percentage point, and the vote of twenty brains has the accuracy without noise.
+# The hidden layers of different brains stay almost the same (alignment near 1).
+#
+# Training with noise protects little against damage. If units are lost, training with noise does not help. If
+# synapses are lost, training with noise helps at most for losses in the middle of the range.
 #
 # ## Kinds of cells
 #
-# The code of each of the 256 hidden units consists of its kind, one of K, and its place. The units of a kind lie on a
-# grid, as the cells of a kind tile a retina. `gb.table` takes such codes. For comparison, plain bits number the
-# units. All genomes have 450 numbers. The file of a genome with kinds also contains the table.
+# The network of this section has 256 hidden units of K kinds. The units of a kind lie on a grid, as the cells of one
+# kind cover a retina. The code of a unit consists of the unit's kind and place. `gb.table` takes such codes. For
+# comparison, the codes of another genome are the bits of the unit's number. All genomes have 450 numbers. The file of
+# a genome with kinds also contains the table of codes.
 
 # %%
 kinds_net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
@@ -394,8 +404,8 @@ for kinds, rows in found.items():
     print(f"{label:<16} {numbers[0]:>8} {round(statistics.mean(sizes)):>12} {shown(scores):>20} {explained:>30}")
 
 # %% [markdown]
-# The next figures show what eight kinds compute: the mean incoming field of each kind, and the accuracy that each
-# digit loses if the kind is silenced.
+# The next figures show what eight kinds of units compute: the mean incoming weights of each kind as an image, and how
+# much accuracy each digit loses if the units of a kind are silenced.
 
 # %%
 weights = {k: w.detach() for k, w in eight.named_parameters()}
@@ -433,7 +443,11 @@ print(f"whole: {float(whole.mean()):.1f} %; lost by silencing a kind: {silenced}
 print(f"{time.process_time() - began:.0f} s of CPU in all")
 
 # %% [markdown]
-# Each kind needs a row in each code matrix, so a genome of the same size has fewer features. Plain bits are therefore
-# the more accurate code. They also give the smaller file, because the bits are a formula and the kinds are a table.
-# Kinds order the units. Eight kinds explain some 40 % of the variance of the units' responses, and the same groups of
-# units coded by bits explain 5 to 7 %. Silencing a kind mostly lowers the accuracy of one to three digits.
+# With more kinds, codes have more numbers, and every feature needs more code weights. A genome of equal size
+# therefore has fewer features than with codes of bits. Therefore the codes of bits give the higher accuracy. The
+# codes of bits also give the smaller file, because the file stores only the formula of the bits, but the complete
+# table of the kinds.
+#
+# The advantage of kinds is an order of the units. Eight kinds explain some 40 % of the variance of the units'
+# responses. If the codes are bits, the same groups of units explain only 5 to 7 %. Silencing a kind mostly lowers the
+# accuracy of one to three digits.

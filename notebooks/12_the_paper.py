@@ -17,10 +17,11 @@
 # # The paper
 #
 # *Encoding innate ability through a genomic bottleneck* (Shuvaev, Lachi, Koulakov, Zador, PNAS 2024) asks three
-# questions: what a network can do at birth, what its shuffled weights can do, and whether the network learns another
-# task faster. This notebook runs a small version of each experiment on 8 x 8 digits. The experiments on MNIST and
-# CIFAR are one command each, `python notebooks/results/paper.py EXPERIMENT`. [The results page](results/paper.md)
-# compares their figures with the paper's figures.
+# questions about a network that is generated from a genome. What can the network do at birth? What can the network do
+# after its weights are shuffled? Does the network learn a second task faster than a network with random weights? This
+# notebook runs a small version of each experiment on 8 x 8 digits. The experiments on MNIST and CIFAR are one command
+# each, `python notebooks/results/paper.py EXPERIMENT`. [The results page](results/paper.md) compares the results of
+# these commands with the results of the paper.
 
 # %%
 # %matplotlib inline
@@ -85,7 +86,8 @@ print(f"naive: {shown(100 * accuracy(naive(seed), task.test) for seed in SEEDS)}
 #
 # `gb.shuffled` permutes the numbers inside each weight matrix. The distribution of the numbers stays the same, and
 # their places are lost. In the paper, a shuffled network is at chance at birth and then learns markedly faster than a
-# naive network. Each start uses the learning rate, of three, with the best validation accuracies of seed 0.
+# naive network. In this experiment, the learning rate of each of the three networks is the best of three rates, by
+# the validation accuracies of seed 0.
 
 # %%
 starts = {
@@ -104,9 +106,9 @@ draw_lives(axes, found, "digits")
 figure
 
 # %% [markdown]
-# The shuffled network is at chance at birth, as in the paper. In this experiment, it does not learn faster than a
-# naive net: the innate ability is in the places of the weights. All three networks reach the same accuracy after some
-# epochs.
+# The shuffled network is at chance at birth, as in the paper. In contrast to the paper, the shuffled network does not
+# learn faster than a naive net. The innate ability is in the places of the weights, not in their distribution. After
+# some epochs, all three networks reach the same accuracy.
 #
 # ## Another task
 #
@@ -133,15 +135,16 @@ draw_lives(axes, carried, turned.name)
 figure
 
 # %% [markdown]
-# Nothing transfers to the transposed digits. The generated network is at chance and learns them more slowly than a
-# naive net, as in the paper's experiment with Fashion-MNIST. Its first layer alone costs little and gains nothing.
+# The generated network has no advantage on the transposed digits. At birth, the network is at chance, and then learns
+# more slowly than a naive net, as in the paper's experiment with Fashion-MNIST. A network with only the generated
+# first layer learns nearly as fast as a naive net.
 
 # %% [markdown]
 # ## What a genome says of weights
 #
 # The figures compare the first layers of generated and naive networks during learning: a map by multidimensional
-# scaling, the spectrum of singular values, and the weights as images. The map compares which directions of the pixels
-# the layers respond to. It does not depend on the order and the scale of the hidden units.
+# scaling, the spectrum of singular values, and the weights as images. On the map, two layers are near each other if
+# they respond to similar patterns of pixels. The map does not depend on the order and the scale of the hidden units.
 
 # %%
 met = []
@@ -189,15 +192,17 @@ weight_images(filters, (8, 8))
 
 # %% [markdown]
 # Generated weights are smooth and lie in few dimensions. On the map, the networks of the genome do not move during
-# learning. The naive nets of three seeds move far and along one path. Their weights become smoother and lose
-# dimensions, but generated and naive networks stay apart. Equal accuracy does not mean equal weights.
+# learning. The naive nets of three seeds move far and along one path. The weights of the naive nets become smoother
+# and lie in fewer dimensions than before, but generated and naive networks stay apart. Equal accuracy does not mean
+# equal weights.
 
 # %% [markdown]
 # ## A model of fitness
 #
-# A larger genome is better at birth. Why is a genome small? This model is our own and simpler than the paper's model.
-# An animal lives $T$ steps. Its fitness is the mean accuracy over its life, minus a cost for each number of its
-# genome, because each generation copies, repairs and protects the genome against mutations:
+# A network from a larger genome has a higher accuracy at birth. Why are genomes small? The model of this section is
+# simpler than the paper's model. An animal lives $T$ steps. The fitness of the animal is the mean accuracy over its
+# life, minus a cost for each number of its genome. Every number costs, because each generation copies and repairs the
+# genome, and protects the genome against mutations:
 #
 # $$F(n, T) = \frac{1}{T} \int_0^T \mathrm{accuracy}_n(t)\,\mathrm{d}t - c\,n$$
 #
@@ -242,5 +247,5 @@ plt.show()
 # %% [markdown]
 # If a number of the genome is cheap, a genome of middle size has the highest fitness for any length of life. If
 # numbers are expensive, the smallest genome has the highest fitness in a short life. In a longer life, learning
-# replaces the innate ability, and no genome at all has the highest fitness. The costs and the lengths of a life are
-# chosen to show both cases. The accuracies are those measured in the cells above.
+# replaces the innate ability, and a naive net without a genome has the highest fitness. The costs and the lengths of
+# a life are chosen to show both cases. The accuracies are the accuracies that the cells above measured.
