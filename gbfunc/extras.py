@@ -5,7 +5,7 @@ from typing import Any
 
 
 def import_extra(module: str, needed_by: str, package: str) -> Any:
-    """Import a module of an optional package. If it is missing, raise ImportError with the pip command."""
+    """Import a module of an optional package. If the package is missing, raise ImportError with the pip command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

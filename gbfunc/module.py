@@ -181,7 +181,7 @@ class GenomeModule(nn.Module):
                 layer, key = self._layer(b.name)
                 buffer = getattr(layer, key, None)
                 if isinstance(buffer, Tensor) and buffer.requires_grad:
-                    # The forward assigned a tensor with a graph, which the next call must not extend.
+                    # Detach a tensor that the forward assigned. Otherwise the next call would extend its graph.
                     setattr(layer, key, buffer.detach())
 
     def _watch(self) -> None:

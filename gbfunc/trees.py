@@ -100,7 +100,7 @@ def like_genome(flat: Params, genome: GenomeLike) -> Any:
 def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
     """Raise ValueError if names, shapes, dtypes or devices of tensors differ from `expected`.
 
-    The message begins with `what`. If `expected` has a tensor, its shape and dtype are compared, but not its device.
+    The message begins with `what`. For tensors in `expected`, shapes and dtypes are compared, but not devices.
     """
     found = []
     if expected.keys() != got.keys():
@@ -200,7 +200,7 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
-    """Split the rows of a batch into `n` batches, of which the first have one row more if `n` does not divide the rows.
+    """Split a batch into `n` batches of rows. If `n` does not divide the rows, the first batches have one row more.
 
     Batches may be empty. Scalars and values that are not tensors are copied to all. Raises ValueError for a packed
     sequence, a sparse or nested tensor, an array, or an object with tensors as attributes.

@@ -58,7 +58,7 @@ def read_picture(path: str | os.PathLike[str], mode: str, what: str = "picture")
     image = import_extra("PIL.Image", "reading a picture", "gbfunc[qr]")
     turn = import_extra("PIL.ImageOps", "reading a picture", "gbfunc[qr]").exif_transpose
     with one_error(path, what), warnings.catch_warnings():
-        # Ignore Pillow's warnings: they are about large images, refused below, and metadata, which is not used.
+        # Ignore Pillow's warnings about large images, which are refused below, and about metadata, which is unused.
         warnings.simplefilter("ignore")
         _check_bytes(Path(path).stat().st_size)
         with image.open(path, formats=[x for x in _FORMATS if image.init() or x in image.OPEN]) as picture:

@@ -110,7 +110,7 @@ class FactoredWeight(WeightForm):
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
-            # Pad the rank until each group of the convolution has a multiple of 16 filters: up to three times as fast.
+            # A CPU is up to three times as fast with a multiple of 16 filters in each group: pad the rank.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
         width = self.grid.tile_cols // positions
         if nc * width != channels:

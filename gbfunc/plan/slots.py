@@ -99,7 +99,7 @@ class TensorPlan:
         return self.slots[0].hypernet.factorised and self.kind in _FACTORED_KINDS and wide
 
     def is_formable(self, pnet: nn.Module) -> bool:
-        """Return True if the parameter is generated, and all layers that use it can apply factors instead."""
+        """Return True if the parameter is generated, and all its layers can apply factors instead of a dense weight."""
         names = [name.rpartition(".") for name in (self.name, *self.aliases)]
         layers = [(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in names]
         flipped = self.kind == "transposed_linear"

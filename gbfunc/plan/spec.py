@@ -27,7 +27,7 @@ _RATES: dict[Any, float] = dict.fromkeys(_LIKE_ADAM, 1.0) | {optim.SGD: 5.0}
 
 
 def base_rate(genome_params: float) -> float:
-    """Return Adam's rate for deltas: lower for a genome above 5,400 parameters, as each step changes a delta more."""
+    """Return Adam's rate for deltas. Genomes above 5,400 parameters change deltas more per step: reduce the rate."""
     return 3e-2 * min(1.0, 5_400 / max(1, genome_params))
 
 
