@@ -107,9 +107,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def command_line() -> str:
     """Return the help of every command, as the parser writes it."""
     os.environ["COLUMNS"] = "88"
-    about = (
-        "This page has the output of `gbfunc COMMAND --help` for each command. `gbfunc --version` prints the version."
-    )
+    about = "The output of `gbfunc COMMAND --help` for each command. `gbfunc --version` prints the version."
     lines = ["# The command line", "", about]
     for name in COMMANDS:
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
