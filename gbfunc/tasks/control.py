@@ -83,7 +83,7 @@ def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Envi
     if n_actions is None or len(shape) not in (1, 3):
         expected = "vectors or images as observations, and vectors or choices numbered from 0 as actions"
         raise ValueError(f"environment {env_id!r} must have {expected}, got {seen} and {done}")
-    last = len(shape) == 3 and shape[-1] < shape[0]
+    last = len(shape) == 3 and (shape[-1] < shape[0] or env_id.startswith("MinAtar/"))
     if observed is not None:
         if len(shape) != 1 or not observed or not all(type(i) is int and 0 <= i < shape[0] for i in observed):
             expected = "observed must be a list of indices of a vector observation"

@@ -4,18 +4,25 @@ Run `python notebooks/results/games.py --out games` (`pip install 'gbfunc[cli,mi
 
 The algorithm is DQN (Mnih et al., 2015) with double targets (van Hasselt et al., 2016) and dueling heads (Wang et al.,
 2016). The weights are generated once per step of all environments. A network generated from an earlier genome computes
-the targets. The p-net is `conv_actor_critic`: its policy head returns the advantages, its value head the values.
+the targets. The p-net is `conv_actor_critic`: its policy head returns the advantages, its value head the values. The
+learning rate falls linearly to a hundredth.
+
+In PPO, the initial weights of the policy head are 100 times smaller than the weights of other layers. In a dueling
+network, a genome would need thousands of updates to reach the scale of the advantages. Therefore the script starts both
+heads at the same scale.
 
 Options: `--games`, `--frames` (steps of all environments together), `--compressions` (0 trains the dense net), `--lr`
-and `--dense-lr`, `--width` and `--hidden` (of the p-net), `--envs`, `--update-every` (frames), `--replay`
-(transitions), `--segment` (frames), `--seeds`, `--out`. A training is divided into segments, and each segment begins
-with new environments. After an interruption, run the command again: the training continues from its last segment, with
-bit-identical results. The script writes `games.json` and `games.png`, and prints a table.
+and `--dense-lr` (initial learning rates), `--width` and `--hidden` (of the p-net), `--envs`, `--update-every` (frames),
+`--replay` (transitions), `--segment` (frames), `--episodes` (per evaluation), `--seeds`, `--out`. A training is divided
+into segments. Each segment begins with new environments and ends with an evaluation. Evaluations with seeds of 100 or
+more use other episodes: choose options with these seeds. After an interruption, run the command again: the training
+continues from its last segment, with bit-identical results. The script writes `games.json` and `games.png`, and prints a
+table.
 
 Atari's BeamRider, as in Shuvaev et al. (2024), needs `gbfunc[atari]` and an hour of one core for each network:
 
-    python notebooks/results/games.py --games ALE/BeamRider-v5 --frames 240000 --width 32 --hidden 1024 --envs 8 \
-        --replay 20000 --compressions 0 492 --seeds 0 --out beamrider
+    python notebooks/results/games.py --games ALE/BeamRider-v5 --frames 240000 --width 32 --hidden 1024 --envs 8 \\
+        --segment 25000 --episodes 3 --replay 20000 --compressions 0 492 --seeds 0 --out beamrider
 """
 
 import argparse
@@ -23,6 +30,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +52,8 @@ GAMMA, BATCH, UPDATES_PER_TARGET = 0.99, 32, 250
 EXPLORING, LEAST = 0.1, 0.05
 """Part of the frames during which the probability of random actions falls from 1, and the probability afterwards."""
 
-EPISODES, ATARI_EPISODES, LONGEST = 10, 3, 5_000
-"""Episodes per evaluation in MinAtar and in Atari, and the largest number of steps of an episode."""
+LONGEST = 5_000
+"""Largest number of steps of an episode of an evaluation."""
 
 FIRST = 5_000
 """Frames before the first update."""
@@ -85,13 +93,13 @@ class Replay:
 
     def sample(self, draws: np.random.Generator, number: int) -> tuple[Tensor, ...]:
         """Draw transitions: observations, actions, rewards, whether the episode terminated, and next observations."""
-        first, found = max(0, self.count - self.rows), []
-        while len(found) < number:
+        first, found = max(0, self.count - self.rows), np.zeros((2, 0), int)
+        while found.shape[1] < number:
             # The next observation of the newest row is not stored yet.
-            row, column = int(draws.integers(first, self.count - 1)) % self.rows, int(draws.integers(self.n))
-            if self.valid[row, column]:
-                found.append((row, column))
-        rows, columns = np.array(found).T
+            drawn = draws.integers([[first], [0]], [[self.count - 1], [self.n]], (2, number))
+            drawn[0] %= self.rows
+            found = np.concatenate([found, drawn[:, self.valid[drawn[0], drawn[1]]]], 1)
+        rows, columns = found[:, :number]
         at, after = (rows, columns), ((rows + 1) % self.rows, columns)
         return tuple(
             map(torch.from_numpy, (self.obs[at], self.actions[at], self.rewards[at], self.over[at], self.obs[after]))
@@ -118,9 +126,8 @@ def seen(env: Environment, obs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(net: nn.Module, env: Environment, seed: int) -> list[float]:
-    """Play one episode in each of several environments with 1 % random actions. Return the undiscounted returns."""
-    number = ATARI_EPISODES if env.id.startswith(ATARI) else EPISODES
+def evaluate(net: nn.Module, env: Environment, number: int, seed: int) -> list[float]:
+    """Play one episode in each of `number` environments with 1 % random actions. Return the undiscounted returns."""
     envs, draws = make_envs(env.id, number), torch.Generator().manual_seed(seed)
     returns, running = np.zeros(number), np.ones(number, bool)
     obs = env.reset(envs, seed)
@@ -143,6 +150,24 @@ def acting(net: nn.Module, env: Environment, obs: Tensor, rate: float, draws: to
     return torch.where(torch.rand(best_N.shape, generator=draws) < rate, any_N, best_N)
 
 
+def build(options: argparse.Namespace, env: Environment, compression: float, seed: int) -> tuple[nn.Module, gb.Plan]:
+    """Make the p-net and the plan of its genome, or of the dense net if `compression` is 0."""
+    interface = Interface(env.inputs, env.n_actions, actions="choice")
+    described = PNETS["conv_actor_critic"](interface, width=options.width, hidden=options.hidden)
+    pnet = described.build(seed)
+    head = pnet.get_parameter("heads.actor.0.weight")
+    nn.init.orthogonal_(head, generator=torch.Generator().manual_seed(stream(seed, 8)))
+    if not compression:
+        return pnet, gb.make_plan(pnet, rules=[(".", None)])
+    size = sum(p.numel() for p in pnet.parameters()) / compression
+    return pnet, gb.make_plan(pnet, **described.plan(size)._asdict(), compression=compression)
+
+
+def falling(step: int, highest: float, updates: int) -> float:
+    """Return the learning rate of an update, which falls linearly from `highest` to a hundredth of `highest`."""
+    return highest * max(0.01, 1 - step / updates)
+
+
 def learn(options: argparse.Namespace, game: str, compression: float, seed: int) -> dict[str, Any]:
     """Train one network, or continue its training. Return its size and the rows of `frames` and `returns`."""
     out = options.out / f"{game.replace('/', '-')}, {compression:g}x, {seed}"
@@ -150,15 +175,10 @@ def learn(options: argparse.Namespace, game: str, compression: float, seed: int)
     if (out / "result.json").exists():
         return json.loads((out / "result.json").read_text())
     env, n = find_environment(game), options.envs
-    interface = Interface(env.inputs, env.n_actions, actions="choice")
-    described = PNETS["conv_actor_critic"](interface, width=options.width, hidden=options.hidden)
-    pnet = described.build(seed)
-    if compression:
-        size = sum(p.numel() for p in pnet.parameters()) / compression
-        plan = gb.make_plan(pnet, **described.plan(size)._asdict(), compression=compression)
-    else:
-        plan = gb.make_plan(pnet, rules=[(".", None)])
-    adam = gb.torch_optimizer(torch.optim.Adam, lr=options.lr if compression else options.dense_lr, eps=1e-5)
+    pnet, plan = build(options, env, compression, seed)
+    highest = options.lr if compression else options.dense_lr
+    updates = max(1, (options.frames - FIRST) // options.update_every)
+    adam = gb.torch_optimizer(torch.optim.Adam, lr=partial(falling, highest=highest, updates=updates), eps=1e-5)
     train_step = gb.make_train_step(plan, pnet, loss_fn, adam, donate=True, clip_norm=10.0)
     loaded = gb.load_checkpoint(out, train_step, train_step.init(seed=seed))
     state, replay = loaded.state, Replay(options.replay // n, n, env)
@@ -183,12 +203,15 @@ def learn(options: argparse.Namespace, game: str, compression: float, seed: int)
                 rewards = np.sign(rewards) if game.startswith(ATARI) else rewards
                 replay.add(obs, actions, rewards, terminated, ~restarts)
                 obs, restarts = env.seen(array), terminated | truncated
-                for _ in range(n // options.update_every if frames >= FIRST else 0):
-                    before, taken_B, rewards_B, over_B, after = replay.sample(draws, BATCH)
-                    with torch.no_grad():
-                        best_B1 = q_values(net, seen(env, after)).argmax(1, keepdim=True)
-                        next_B = q_values(target, seen(env, after)).gather(1, best_B1)[:, 0]
-                    batch = seen(env, before), taken_B, rewards_B + GAMMA * next_B * ~over_B
+                if frames < FIRST:
+                    continue
+                rounds = n // options.update_every
+                before, taken, rewards, over, after = replay.sample(draws, rounds * BATCH)
+                before, after = seen(env, before), seen(env, after)
+                with torch.no_grad():
+                    best_1 = q_values(net, after).argmax(1, keepdim=True)
+                    goals = rewards + GAMMA * q_values(target, after).gather(1, best_1)[:, 0] * ~over
+                for batch in zip(*(x.split(BATCH) for x in (before, taken, goals)), strict=True):
                     state, info = train_step(state, batch)
                     updates += 1
                     losses.append(info.loss)
@@ -196,7 +219,9 @@ def learn(options: argparse.Namespace, game: str, compression: float, seed: int)
                         target.load_state_dict(gb.generate(plan, state))
             envs.close()
             replay.cut()
-            returns = evaluate(gb.materialize(plan, state, pnet).eval(), env, stream(0, 7))
+            # Each evaluation has its own episodes. Seeds for choices never use the episodes of reported results.
+            episodes = stream(100 if seed >= 100 else 0, segment, 7)
+            returns = evaluate(gb.materialize(plan, state, pnet).eval(), env, options.episodes, episodes)
             seconds = time.perf_counter() - begun
             rows.append({"frames": (segment + 1) * options.segment, "returns": returns, "seconds": seconds})
             loss = float(torch.stack(losses).mean()) if losses else float("nan")
@@ -237,20 +262,21 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     games = ["MinAtar/SpaceInvaders-v1", "MinAtar/Breakout-v1", "MinAtar/Seaquest-v1"]
     parser.add_argument("--games", nargs="+", default=games)
-    parser.add_argument("--compressions", type=float, nargs="+", default=[0.0, 500.0, 1_000.0, 3_500.0])
+    parser.add_argument("--compressions", type=float, nargs="+", default=[0.0, 500.0])
     defaults = {
-        "frames": 1_000_000,
+        "frames": 51_200,
         "width": 16,
         "hidden": 384,
-        "envs": 16,
+        "envs": 32,
         "update-every": 4,
         "replay": 100_000,
-        "segment": 25_000,
+        "segment": 12_800,
+        "episodes": 50,
     }
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--lr", type=float, default=2.5e-3)
-    parser.add_argument("--dense-lr", type=float, default=2.5e-4)
+    parser.add_argument("--lr", type=float, default=2e-2)
+    parser.add_argument("--dense-lr", type=float, default=5e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("games"))
     options = parser.parse_args(argv)
@@ -273,11 +299,16 @@ def main(argv: list[str] | None = None) -> None:
             runs.setdefault(game, {})[size] = seeds
             # Average the last fifth of the evaluations, because one evaluation is noisy.
             last = [seed["rows"][-max(1, len(seed["rows"]) // 5) :] for seed in seeds]
-            means = [statistics.fmean(x for row in rows for x in row["returns"]) for rows in last]
+            scores = [[x for row in rows for x in row["returns"]] for rows in last]
+            means = [statistics.fmean(seed) for seed in scores]
+            # The standard error over the episodes of one seed, averaged over the seeds.
+            error = statistics.fmean(statistics.stdev(seed) / len(seed) ** 0.5 for seed in scores)
             deviation = f" ± {statistics.stdev(means):.2f}" if len(means) > 1 else ""
             seconds = statistics.fmean(sum(row["seconds"] for row in seed["rows"]) for seed in seeds)
-            lines.append(f"| {game} | {size} | {statistics.fmean(means):.2f}{deviation} | {seconds / 60:.0f} |")
-    print("\n".join(["| game | parameters | return | minutes each |", "|---|---|---|---|", *lines]))
+            cells = [game, size, f"{statistics.fmean(means):.2f}{deviation}", f"{error:.2f}", f"{seconds / 60:.0f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    head = "| game | parameters | return | standard error over episodes | minutes each |"
+    print("\n".join([head, "|---|---|---|---|---|", *lines]))
     (options.out / "games.json").write_text(json.dumps(runs))
     curves(runs).savefig(options.out / "games.png", dpi=150)
 
