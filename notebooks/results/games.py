@@ -16,8 +16,7 @@ and `--dense-lr` (initial learning rates), `--width` and `--hidden` (of the p-ne
 `--replay` (transitions), `--segment` (frames), `--episodes` (per evaluation), `--seeds`, `--out`. A training is divided
 into segments. Each segment begins with new environments and ends with an evaluation. Evaluations with seeds of 100 or
 more use other episodes: choose options with these seeds. After an interruption, run the command again: the training
-continues from its last segment, with bit-identical results. The script writes `games.json` and `games.png`, and prints a
-table.
+continues from its last segment, with bit-identical results. Writes `games.json` and `games.png`, and prints a table.
 
 Atari's BeamRider, as in Shuvaev et al. (2024), needs `gbfunc[atari]` and an hour of one core for each network:
 
