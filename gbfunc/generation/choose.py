@@ -44,14 +44,14 @@ def make_generator(
 
     With a `layout` of ranks, each rank generates some tiles, and gathers the other tiles from the other ranks. With
     `lazy`, layers of `pnet` that support factors get factors instead of dense weights. With `remat`, a weight is
-    generated for each use and again in backward. `names` selects parameters. `pieces` selects a block of a
-    parameter's matrix, except for factors, which always describe the entire matrix. A plan with a base needs `base`.
+    generated for each use and again in backward. `names` selects the parameters to generate. `pieces[name]` selects a
+    block of a parameter's matrix; factors always describe the entire matrix. A plan with a base needs `base`.
     """
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base, but base is None: pass the pretrained p-net (base=)")
     layout = layout if layout is not None and layout.sharded else None
     of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.params}
-    # Ranks that gather tiles instead of factors, or gather again for each use, cannot give factors to layers.
+    # With several ranks, layers get factors only if the ranks gather factors, and gather once, not for each use.
     keeps_factors = layout is None or (layout.placement == "factors" and not remat)
     chooser = _Chooser(plan, kernel, layout, pnet, lazy if keeps_factors else False, remat, pieces or {}, of_base)
     selected = [t for t in plan.tensors if names is None or t.name in names]
@@ -83,7 +83,7 @@ def make_generator(
 
 @dataclass
 class _Chooser:
-    """Chooses the form of each tensor and the `Stack` of each ensemble, from the arguments of `make_generator`."""
+    """Chooses the form in which layers get each tensor, and makes the `Stack` that generates each ensemble."""
 
     plan: Plan
     kernel: Kernel
@@ -93,7 +93,7 @@ class _Chooser:
     remat: bool
     pieces: Mapping[str, Piece]
     of_base: Mapping[str, Callable[[torch.device], Tensor]]
-    # For each recomputed weight, stack and index in the stack of each matrix. `make_generator` fills the lists.
+    # Per recomputed weight and matrix: the `Stack` with the matrix, and its index there. `make_generator` fills this.
     recomputed: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:
@@ -124,7 +124,7 @@ class _Chooser:
 
         # With several ranks, the last input is a flag, which is 0 if this rank's gradients are discarded.
         n = len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + int(self.layout is not None)
-        # Number the inputs, because names of leaves may contain characters that attributes cannot have.
+        # The layer stores the inputs as attributes. Number the inputs, because names of leaves may contain dots.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
 
@@ -150,10 +150,10 @@ class _Chooser:
 
 
 def to_serve(plan: Plan, generator: Generator, tensors: Params) -> tuple[Params, dict[str, WeightForm], Params]:
-    """Choose which weights a module for inference stores as factors: weights whose factors are smaller.
+    """Choose the weights that a module for inference stores as factors, because the factors are smaller.
 
     `tensors` is the output of a lazy generator. Returns three dicts: the dense weights by name, in the p-net's dtypes;
-    the `WeightForm` of each weight that is stored as factors, by all tied names; and the factors by key.
+    the `WeightForm` of each weight that is stored as factors, by all tied names; and the factors by `WeightForm.keys`.
     """
     weights, forms, inputs = {k: tensors[k] for k in generator.unchanged}, dict[str, WeightForm](), Params()
     for t in plan.tensors:

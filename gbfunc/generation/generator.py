@@ -66,7 +66,7 @@ class Local(NamedTuple):
 class Stack:
     """Generates the matrices (slots) of an ensemble from the ensemble's leaves, with all tiles on this rank.
 
-    `slots` are the indices of the matrices to generate. `cuts` has the tiles of each matrix. `needs` is what the forms
+    `slots` are the indices of the matrices to generate, `cuts` their tiles (`Cut`). `needs` is what the forms
     of the weights need: "matrix", "factors" or "leaves". `split` turns an `Evaluation` of the g-nets into one `Source`
     per matrix. `names` maps the ensemble's leaves to their names in a flat genome.
     """
@@ -169,7 +169,7 @@ def _of_spans(first_S: list[int], values_S: list[float], n: int, dtype: torch.dt
 
 
 def _spans(sizes: list[int]) -> list[slice]:
-    """Group consecutive slots, given by size in bytes, until a group has `_RUN_BYTES`. The last may be smaller."""
+    """Divide consecutive slots of `sizes` bytes into runs of at least `_RUN_BYTES`. The last run may be smaller."""
     spans: list[slice] = []
     first = total = 0
     for i, size in enumerate(sizes, 1):
@@ -189,14 +189,14 @@ class Generator:
     def __init__(
         self,
         stacks: Sequence[Stack],  # Stacks with needs="leaves", which a call does not evaluate, come last
-        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: form, and (stack, slot) indices of matrices
+        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: form, and matrices as (stack, slot) indices
         forms: dict[str, WeightForm],  # Forms of weights that are not dense, by all tied names
         direct: Sequence[Target],
-        unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # device -> parameter of a base without a delta
+        unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # device -> the base's parameter, if it has no delta
         order: Sequence[str],  # The names that a call returns
         dtype: torch.dtype,
     ) -> None:
-        # Call `sin` and `tanh` once now. First calls in several threads have errors of 8e-5 (pytorch issue 188792).
+        # Call `sin` and `tanh` now: simultaneous first calls by threads have errors of 8e-5 (pytorch issue 188792).
         torch.tanh(torch.sin(torch.zeros(1, dtype=torch.float32, device="cpu")))
         self.stacks, self.forms, self.unchanged = stacks, forms, unchanged
         self.frozen = {*unchanged, *(key for form in forms.values() for key in form.frozen)}
@@ -209,7 +209,7 @@ class Generator:
         """Generate all parameters by name. For a weight that is not dense, return the form's inputs instead.
 
         `leaves` is a flat genome (`flat_genome`), or this rank's rows of a split genome. `noise` is for all tiles;
-        without noise, weights are mean weights. `counts=False` makes this rank's gradients zero (see `Gather`).
+        without noise, weights are mean weights. `counts=False` (a rank without data) makes this rank's gradients zero.
         """
         dtype, device = self._kind(leaves)
         noise = noise or {}

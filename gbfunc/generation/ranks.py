@@ -45,7 +45,7 @@ class Remote(NamedTuple):
 class RankStack(Stack):
     """Generates all slots of an ensemble whose tiles are split over ranks. `cuts` selects blocks of the matrices.
 
-    With `needs="leaves"`, a slot is gathered only on request. `sizes[i]` has each rank's number of tiles of slot i.
+    With `needs="leaves"`, a form's request of a slot gathers its tiles. `sizes[i]` has each rank's number of them.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RankStack(Stack):
         self._local_counts = [sizes[layout.mesh.gnets_index] for sizes in self.sizes]
 
     def slot(self, number: int, inputs: Iterator[Tensor]) -> Source:
-        """Return the `Source` of a slot. `inputs` yields leaves, noise, and whether this rank's gradients count."""
+        """Return the `Source` of a slot. `inputs` yields leaves, noise, and 0 if this rank must not add gradients."""
         evaluation = self._filled(number, inputs)
         return Remote(self, number, evaluation, Gather(self._layout, bool(next(inputs))))
 

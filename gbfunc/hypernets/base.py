@@ -1,6 +1,6 @@
 """The interface of a type of g-net: an immutable description with pure functions `init` and `apply`.
 
-Suffixes: T tiles, G groups of tiles, r rows and c columns of a tile, p and q widths of their codes, H features.
+Suffixes: T tiles, G groups (see `Leaf`), r rows and c columns of a tile, p and q widths of their codes, H features.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gbfunc.types import Factors, Kernel, Params, TileDims
 
 
 class Leaf(NamedTuple):
-    """One array of a g-net's parameters.
+    """The description of one parameter (an array) of a g-net.
 
     Attributes:
-        shape: shape for one g-net. In a genome, the leaves of all g-nets are stacked: [number of g-nets, *shape].
+        shape: shape for one g-net. The leaf in a genome stacks the parameter of all g-nets, [number of g-nets, *shape].
         role: `"linear"` for leaves such as amplitudes: a tile doubles if all its linear leaves double. Otherwise
             `"code"`. Every type needs a linear leaf per tile, which `init_genome` scales, or sets to 0 for a delta.
-        scope: `"tile"` if each tile has its own leaf, `"group"` if the tiles of a group have one leaf in common.
+        scope: `"tile"` if each tile has its own values, `"group"` if tiles of a group (see `Slot`) share the values.
         std: standard deviation of the normal distribution of the initial values.
         mean: mean of the normal distribution of the initial values.
-        gain: name of another leaf, such as the amplitudes, [features], that multiplies the results of this leaf.
+        gain: name of a leaf [features], such as the amplitudes, by which the features of this leaf are multiplied.
             Only quantization (`rounding="auto"`) uses `gain`, `codes` and `period`.
         codes: `"row"` or `"col"` if codes of rows or of columns are multiplied by this leaf, otherwise None.
         period: if set, values that differ by this period give the same tile (2 pi for a phase).
@@ -71,7 +71,7 @@ class Hypernet:
         raise NotImplementedError(f"{type(self).__name__} must define size and with_size, or set sizable = False")
 
     def max_size(self, dims: TileDims) -> int | None:
-        """Return the size above which larger g-nets gain nothing, or None if there is no such size."""
+        """Return the size above which a tile's rank does not increase, or None if there is no such size."""
         return None
 
     @property
@@ -81,15 +81,15 @@ class Hypernet:
 
     @property
     def shares(self) -> bool:
-        """True if the tiles of a group have some leaves in common."""
+        """True if the tiles of a group share some parameters: leaves with `scope="group"`."""
         return False
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Name the group of matrix number `part` of tensor `name`. Matrices of one group have some leaves in common."""
+        """Name the group of a matrix (number `part` of tensor `name`). Matrices of one group share some parameters."""
         return ""
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return the leaves of one g-net by name."""
+        """Describe the parameters of one g-net: `{name: Leaf}`."""
         raise NotImplementedError(f"{type(self).__name__} must define leaves(self, dims)")
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
@@ -102,7 +102,7 @@ class Hypernet:
         """Generate the tile of one g-net, [rows, columns], or its factors, [rows, k] and [columns, k].
 
         Args:
-            leaves: leaves of one g-net, by name.
+            leaves: parameters of one g-net, by name.
             row_rp: codes of the rows: [rows, width of a row's code].
             col_cq: codes of the columns: [columns, width of a column's code].
             noise: standard normal numbers in the shapes of `noise_shapes`; None generates the mean.
@@ -132,7 +132,7 @@ class Hypernet:
         return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """Generate a matrix [rows, columns] of all its tiles at once, without noise. None means: call `tiles`."""
+        """Generate an entire matrix [rows, columns] without noise. Return None if only `tiles` can generate tiles."""
         return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
@@ -146,7 +146,7 @@ class Hypernet:
 
 
 def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
-    """Count the parameters of g-nets that generate `n_tiles` tiles in `n_groups` groups."""
+    """Count the parameters of g-nets for `n_tiles` tiles in `n_groups` groups (see `Leaf.scope`)."""
     leaves = hypernet.leaves(dims).values()
     return sum((n_tiles if leaf.scope == "tile" else n_groups) * math.prod(leaf.shape) for leaf in leaves)
 
@@ -212,7 +212,7 @@ Share = Literal["none", "layers", "shapes"]
 
 
 class Sharing(Sized):
-    """Base class of types with a field `share`, which selects the matrices that have some leaves in common."""
+    """Base class of types with a field `share`, which selects the matrices whose g-nets share some parameters."""
 
     share: Share
 
@@ -226,6 +226,6 @@ class Sharing(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Name the group: by the shape and, for "layers", also by `part` and by `name` with * for its numbers."""
+        """Name the group: `"8x8"` for `share="shapes"`; for "layers", `"block.*.fc:0:8x8"` (name, `part` and shape)."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

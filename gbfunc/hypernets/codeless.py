@@ -116,7 +116,7 @@ class XOX(_Factored):
 class NewRows(Sized):
     """Trained rows at the end of a base's matrix, such as embeddings of new tokens. The delta of all other rows is 0.
 
-    The new rows are no part of the base, but start at the values that they have in the p-net. The hash of the base does
+    The new rows are no part of the base, but start at the values that they have in the p-net. The base's digest does
     not cover new rows, so a genome also loads into a base whose new rows have other values.
 
     Args:

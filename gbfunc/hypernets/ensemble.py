@@ -26,7 +26,7 @@ def is_exporting() -> bool:
 
 
 class Constants(NamedTuple):
-    """The inputs of several g-nets that are not trained: type, codes, and the scales and groups of tiles."""
+    """The untrained inputs of several g-nets: their type, and the codes, scales and groups of their tiles."""
 
     hypernet: Hypernet
     dims: TileDims
@@ -34,7 +34,7 @@ class Constants(NamedTuple):
     row: Tensor  # codes of the rows [U, r, p]; U is 1 if all tiles have the same codes
     col: Tensor  # codes of the columns [U, c, q]
     scale: Tensor | None = None  # scale of every tile [T]
-    groups: Tensor | None = None  # index of every tile's group [T]; None if every tile has its own leaves
+    groups: Tensor | None = None  # index of every tile's group [T]; None if tiles share no parameters
     empty: Mapping[str, tuple[int, ...]] = {}  # shapes of leaves without numbers, which a genome omits
     periods: tuple[int, int] = (0, 0)  # periods of row and column codes (`period_of`) for sines; 0 if unknown
 
@@ -60,7 +60,7 @@ class Evaluation(NamedTuple):
     """The leaves and constants of g-nets of one ensemble, which are evaluated together."""
 
     constants: Constants
-    leaves: Params  # {name: [T, ...]}, or [groups, ...] if tiles share the leaf; {} for a type without leaves
+    leaves: Params  # {name: [T, ...]}, or [groups, ...] if tiles share the parameter; {} for a type without leaves
     noise: Params | None = None  # {name: [T, ...]}; None generates the mean
     factors: Factors | None = None  # factors of the tiles, if `with_factors` has computed them
 
@@ -86,7 +86,7 @@ class Evaluation(NamedTuple):
         return tiles if scale is None else dense_tiles(tiles) * scale[:, None, None]
 
     def _scaled(self) -> tuple[Params, Tensor | None]:
-        """Return scaled leaves of every tile, and None. If leaves cannot be scaled, return the leaves and the scale."""
+        """Return leaves with the scale multiplied into linear leaves, and None; if impossible, leaves and scale."""
         hypernet, scale, groups = self.constants.hypernet, self.constants.scale, self.constants.groups
         specs, leaves = hypernet.leaves(self.constants.dims), self.all_leaves()
         if groups is not None:
@@ -114,7 +114,7 @@ class Evaluation(NamedTuple):
         return joined(tiles if self.leaves else dense_tiles(tiles).expand(grid.n_tiles, -1, -1), grid)
 
     def split(self, counts: Sequence[int]) -> list[Evaluation]:
-        """Return one evaluation per count, for this number of consecutive tiles."""
+        """Divide the tiles: return one evaluation per count, which has this number of consecutive tiles."""
         if len(counts) == 1:
             return [self]
         constants, evaluations, first = self.constants, [], 0
@@ -146,7 +146,7 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
     for (c, *_), own in zip(evaluations, leaves, strict=True):
-        # For codes of width 0, `all_leaves` adds empty code weights per tile instead of per group: pass no groups.
+        # `all_leaves` adds empty code weights (for codes of width 0) for every tile, even with groups: pass no groups.
         of_row, of_col = (c.groups if codes.shape[-1] else None for codes in (c.row, c.col))
         phase, sine, cosine = own.get("phase"), own.get("amplitude", own.get("sine")), own.get("cosine")
         scale, first = None if sine is None else c.scale, cast(Waves, c.hypernet).cosine_first

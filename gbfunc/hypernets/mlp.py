@@ -94,7 +94,7 @@ class GNet(Hypernet):
         return {"out_weight": Leaf((width,), "linear", std=_he(width)), "out_bias": Leaf((), "linear", std=0.0)}
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw normal weights. Biases are uniform for "sin", otherwise normal, up to half the largest weighted sum."""
+        """Draw normal weights. Biases are uniform for "sin", otherwise normal and clamped to +-`reach / 2` (below)."""
         drawn = super().init(dims, n_tiles, n_groups, generator)
         if self.activation == "sin":
             drawn["bias"] = uniform(drawn["bias"].shape, generator) * (2 * math.pi)

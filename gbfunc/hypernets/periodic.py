@@ -28,7 +28,7 @@ class Waves(Sharing):
     frequency: float | tuple[float, float] | None = field(default=None, kw_only=True)
     size_field: ClassVar[str] = "features"
     factorised: ClassVar[bool] = True
-    cosine_first: ClassVar[bool] = False  # True if cosines precede sines in the right factor
+    cosine_first: ClassVar[bool] = False  # True for a right factor [cos, sin], as in sin(A + B); False for [sin, cos]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +77,7 @@ class Periodic(Waves):
     cosine_first: ClassVar[bool] = True
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return code weights [code width, features], and phases and amplitudes. For shared code weights: s and t."""
+        """Return code weights [code width, features], and phases and amplitudes or, if matrices share, s and t."""
         h, codes = self.known_size, self._code_weights(dims)
         coefficient = Leaf((h,), "linear", std=math.sqrt((1 if self.shares else 2) / h))
         if self.shares:

@@ -1,4 +1,4 @@
-"""The static plan. `slots` and `spec` define a plan. `ensembles` groups the tiles that are generated together."""
+"""The static plan. The modules `slots` and `spec` define a plan, `ensembles` the g-nets that one call evaluates."""
 
 from gbfunc.plan.build import make_plan
 from gbfunc.plan.ensembles import Ensemble

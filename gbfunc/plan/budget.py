@@ -1,9 +1,10 @@
 """Divides a target number of parameters among slots (generated matrices), and cuts each slot into tiles.
 
-A slot has at least one feature. The number of features grows with the cube root of the number of weights. Rounding
-leaves parameters unused, which go to the slots furthest below their share. A slot starts as one tile. While a tile has
-more features than half the length of its shorter side, its longer side is halved. For ReLU MLPs and low rank
-(`Hypernet.spreads`), tiles are small squares, and parameters grow with the square root of the number of weights.
+A slot has at least one feature. The share of a slot is a number of features, proportional to the cube root of its
+number of weights. Rounding to whole features leaves parameters over, which go to the slots furthest below their shares.
+A slot starts as one tile. While a tile has more features than half the length of its shorter side, its longer side is
+halved. For ReLU MLPs and low rank (`Hypernet.spreads`), tiles are small squares, and the share of a slot is a number of
+parameters, proportional to the square root of its number of weights.
 """
 
 import math
@@ -26,7 +27,7 @@ _LEAST_SIDE = 16  # Shortest side of a tile for types with `Hypernet.spreads`: s
 
 @dataclass
 class Unit:
-    """A set of `count` slots of equal shape, codes and type of g-net. The sizes of the g-nets differ by 0 or 1."""
+    """`count` slots of equal shape, codes and type of g-net. The first `larger` slots have g-nets of `size + 1`."""
 
     matrix: MatrixDims
     hypernet: Hypernet
@@ -35,10 +36,10 @@ class Unit:
     group: str = ""
     spreads: bool = False
     count: int = 0
-    # Number of tiles along rows and columns: (1, 1) if the user gave the size of g-nets. `max_tile` overrides `cut`.
+    # Number of tiles along rows and columns; (1, 1) if the user gave the size of g-nets. Unused if `max_tile` is given.
     cut: tuple[int, int] = (1, 1)
     size: int = 1  # Size of a g-net: number of features or units, or rank
-    larger: int = 0  # The first `larger` slots have g-nets of `size + 1`
+    larger: int = 0
     _tilings: dict[tuple[int, int], tuple[TileGrid, TileDims]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class Unit:
         return grid.n_tiles * (self.count * a_tile + (1 if self.hypernet.shares else self.count) * a_group)
 
     def largest(self, cut: tuple[int, int], budget: float) -> int:
-        """Return the largest g-net size, up to `max_size`, for at most `budget` parameters in all slots; at least 1."""
+        """Return the largest g-net size that `budget` and `max_size` allow for slots cut into `cut` tiles, or 1."""
         if self.fixed:
             return 1
         limit = self.hypernet.max_size(self.tiling(cut)[1]) or self.numel
@@ -79,7 +80,7 @@ class Unit:
         return max(1, bisect_right(sizes, budget, key=lambda size: self.cost_of(cut, size)))
 
     def step(self) -> int:
-        """Return how many parameters all slots gain if g-nets grow to `size + 1`; 0 if this size is not allowed."""
+        """Return how many more parameters the unit has with g-nets of `size + 1`, or 0 if this size is not allowed."""
         size = self.size + 1
         most = self.hypernet.max_size(self.tiling(self.cut)[1]) or size
         if self.fixed or size > most or not self.fits(self.cut, size):
@@ -87,7 +88,7 @@ class Unit:
         return self.cost_of(self.cut, size) - self.cost
 
     def fits(self, cut: tuple[int, int], size: int) -> bool:
-        """Return whether a grid of `cut` tiles suits g-nets of this size. With the user's `max_tile`, return True."""
+        """Return whether g-nets of this size may generate a grid of `cut` tiles. True if the user gave `max_tile`."""
         if self.spreads:
             finest = self._square(_LEAST_SIDE)
             # One tile may have a g-net of any size, because one tile is chosen only if the budget has no room for two.
@@ -106,7 +107,7 @@ class Unit:
         return taller if dims.rows > 1 else None
 
     def set_budget(self, budget: float) -> None:
-        """Choose the tiles, and then the largest g-nets for which all slots have at most `budget` parameters."""
+        """Choose the tiles, then the largest g-nets for which all slots together have at most `budget` parameters."""
         if self.fixed and not self.spreads:
             return
         if self.spreads:
@@ -129,7 +130,7 @@ class Unit:
         return -(-self.matrix.rows // side), min(-(-self.matrix.cols // side), self._channels)
 
     def refine(self, budget: int) -> None:
-        """Cut more tiles, as few as possible, to use a budget that is too small for larger g-nets."""
+        """Cut more tiles, as few as possible, to use the part of `budget` that is too small for larger g-nets."""
         if (self.fixed and not self.spreads) or self.max_tile is not None or self.cut == (1, 1):
             return
         options = [(self.cost, self.cut, self.size)]
@@ -145,7 +146,7 @@ class Unit:
     def nearby(self) -> list[tuple[int, tuple[int, int], int]]:
         if self.fixed or self.spreads:
             return [(self.cost, self.cut, self.size)]
-        # `refine` never cuts a matrix of one tile, so try two and four tiles here. Other matrices keep their tiles.
+        # `refine` never cuts a matrix that is a single tile: try 2 and 4 tiles here. Other matrices keep their tiles.
         one_tile = self.max_tile is None and self.cut == (1, 1)
         cuts = product(_cuts(self.matrix.rows, 1), _cuts(self._channels, 1)) if one_tile else [self.cut]
         least, most = max(1, self.size // 2, self.size - _NEAR), min(2 * self.size, self.size + _NEAR)
@@ -164,7 +165,7 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
 
 
 def spend(units: list[Unit], level: float) -> int:
-    """Choose each unit's tiles and g-net sizes for `_share(unit, level)` parameters. Return the sum of parameters."""
+    """Choose each unit's tiles and g-nets for at most `_share` parameters (rising with `level`). Return the total."""
     for unit in units:
         unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)
@@ -195,7 +196,7 @@ def allocate(units: list[Unit], budget: int) -> None:
 
 
 def _exchange(units: list[Unit], left: int, enough: float) -> None:
-    # Change tiles and g-net sizes of two units until at most `enough` parameters are unused. Prefer few tiles.
+    # Change tiles and g-net sizes of one pair of units, so that at most `enough` parameters, or the fewest, are unused.
     nearby = {id(unit): unit.nearby() for unit in units}
     least: tuple[float, ...] = (left,)
     best: list[tuple[Unit, tuple[int, int], int]] = []
@@ -214,7 +215,7 @@ def _exchange(units: list[Unit], left: int, enough: float) -> None:
 
 
 def _share(unit: Unit, level: float) -> float:
-    # Return the number of parameters for level * numel^(1/3) features in each slot of the unit.
+    # Return the parameters of level * numel^(1/3) features per slot or, with `spreads`, level * numel^(1/2) per slot.
     if unit.spreads:
         return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)

@@ -32,12 +32,12 @@ Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
 """What a user may give as codes of the rows, or of the columns, of a parameter."""
 _DIRECT_SHARE = 0.25  # If direct parameters take a larger fraction of a size target, the longest tensors are generated
-# Embeddings become factors if they exceed this fraction of a size target, or their fraction of the p-net if larger
+# Embeddings above this fraction of a target become factors of this fraction (or their fraction of the p-net, if larger)
 _EMBEDDING_SHARE = 0.25
-_EMBEDDING_SAVING = 2 / 3  # Embeddings become factors only if the factors have at most this fraction of the parameters
+_EMBEDDING_SAVING = 2 / 3  # Factors replace an embedding only if they have at most this fraction of its parameters
 _HEAD_SHARE = 0.1  # Largest fraction of an adapter's size target for the g-nets of one weight in a new module
 _DELTA_SCALE = 0.1  # Scale of a delta, as a fraction of the standard deviation of the base's weights
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Tried to find the smallest file: multiples of the fewest parameters
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Sizes to try for the smallest file, as multiples of the smallest genome
 
 
 def make_plan(
@@ -65,8 +65,8 @@ def make_plan(
     a quarter of a target, embeddings are generated as products of two thin matrices (`low_rank`), and then the longest
     biases and norms are generated. A size in `rules` is not changed. If no size is given, one g-net generates each
     matrix as a single tile, with 32 features (`periodic`), 32 hidden units (`gnet`), rank 4 (`low_rank`) or 8 genes
-    (`xox`). If only some parameters require grad, the frozen parameters keep their values, unless `include` or `rules`
-    name them.
+    (`xox`). If only some parameters require grad, the others (frozen) are direct and keep their values, unless
+    `include` or `rules` name them.
 
     With `base="own"`, the p-net's present weights are the base, and the genome is an adapter: `weights = base + delta`.
     The deltas are generated and start at exactly zero. Parameters of the base that have no delta, such as biases, are
@@ -87,7 +87,7 @@ def make_plan(
             instead of a hypernetwork, parameters are direct. The first match applies.
         encodings: the encodings of rows and columns, `{parameter: (rows, columns)}`. None means the default (`binary`).
             An array or tensor [n, k] gives k coordinates for each of n rows or columns (`table`).
-        max_tile: largest tile: a length, or (rows, columns), where columns of a convolution count channels. None:
+        max_tile: largest tile: one length, or (rows, columns); for convolutions, columns are input channels. None:
             without a target size, a matrix is one tile. With a target size, a matrix is cut into smaller tiles until
             the number of features per tile is at most half the length of the tile's shorter side.
         base: None, or `"own"`: the base consists of the p-net's present tensors, except tensors of `modules_to_save`.
@@ -291,7 +291,7 @@ def _tensors(
             unit = units.setdefault(key, Unit(*key))
             unit.count += 1
             if not hypernet.standardised:
-                # Make the scale a power of two, so that multiplying new rows by the scale causes no rounding.
+                # Trained rows of `new_rows` start at given values. A scale that is a power of two causes no rounding.
                 scale = (2.0 ** round(math.log2(scale[0])) if isinstance(hypernet, new_rows) else 1.0), 0.0
             matrices.append((name, scale, unit))
     if target is not None:
@@ -363,11 +363,11 @@ def _default_codes(matrix: MatrixDims, own: Codes) -> tuple[Encoding, Encoding]:
 
 
 def _initial_scale(choice: Candidate, matrix: MatrixDims, number: int) -> tuple[float, float]:
-    """Return the scale and offset of matrix `number` of a tensor, from the p-net's weights, rounded to three digits.
+    """Return the scale and offset of matrix `number` of a tensor (0 to 2 for packed q, k, v), rounded to three digits.
 
-    The scale is the standard deviation of the weights. A deviation that is zero or unknown is replaced by 1 / sqrt(n),
-    for a matrix with n columns or a vector of length n. For a delta, the scale is a tenth as large. The offset is the
-    mean for vectors, and 0 for matrices and deltas.
+    The scale is the standard deviation of the p-net's weights. A deviation that is zero or unknown is replaced by
+    1 / sqrt(n), for a matrix with n columns or a vector of length n. For a delta, the scale is a tenth as large. The
+    offset is the mean of the weights for vectors, and 0 for matrices and deltas.
     """
     # Cache results, because the search for a target in bytes builds many plans.
     if number in choice.scales:
@@ -380,7 +380,7 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, number: int) -> tuple[
         return fallback, float(vector and norm)
     values = KINDS[choice.tensor.kind].unfold(weights)[number].double()
     delta = choice.base and not isinstance(choice.hypernet, new_rows)
-    # The weights of a norm are nearly equal, so their deviation is too small a scale. Take their root mean square.
+    # A norm's weights are nearly equal, so their deviation is too small a scale for a delta: take the root mean square.
     std = float(values.square().mean().sqrt() if delta and vector else values.std(correction=0))
     largest = float(torch.linalg.vector_norm(values, math.inf))
     if not math.isfinite(largest):

@@ -1,4 +1,4 @@
-"""Ensembles: groups of tiles that one vmapped call generates together."""
+"""Ensembles: the g-nets whose tiles one vmapped call generates together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class TileSpan(NamedTuple):
 class Ensemble:
     """All g-nets of equal type, size, tile shape and code widths. One vmap call evaluates them from stacked leaves.
 
-    `name` is the ensemble's name in the genome. `spans` lists the tiles of each generated matrix, in ascending order.
+    `name` is the ensemble's name in the genome. `spans` has each generated matrix's range of tiles, in ascending order.
     """
 
     name: str
@@ -43,12 +43,11 @@ class Ensemble:
 
     @cached_property
     def n_groups(self) -> int:
-        """Number of groups of tiles. The tiles of a group have some leaves in common."""
         return int(self.groups.max()) + 1 if self.hypernet.shares else self.n_tiles
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Index of every tile's group, [tiles]. The tiles of a group share leaves. By default, a group is one tile."""
+        """Index of every tile's group, [tiles]. Group: tiles whose g-nets share some parameters, or one tile."""
         if not self.hypernet.shares:
             return np.arange(self.n_tiles)
         numbers: dict[str, NDArray[np.int64]] = {}
@@ -63,12 +62,12 @@ class Ensemble:
 
     @cached_property
     def leaves(self) -> dict[str, Leaf]:
-        """Leaves of ONE g-net by name, without empty leaves (code weights for codes of width 0)."""
+        """Shape and role (`Leaf`) of the parameters of ONE g-net, except empty ones (weights of codes of width 0)."""
         return {k: leaf for k, leaf in self.hypernet.leaves(self.dims).items() if 0 not in leaf.shape}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the stacked leaves: [tiles, ...], or [groups, ...] for leaves that the tiles of a group share."""
+        """Shapes of the stacked leaves: [tiles, ...], or [groups, ...] if all g-nets of a group share the parameter."""
         counts = {"tile": self.n_tiles, "group": self.n_groups}
         return {k: (counts[leaf.scope], *leaf.shape) for k, leaf in self.leaves.items()}
 

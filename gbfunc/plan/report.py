@@ -68,7 +68,7 @@ def _poor(plan: Any) -> list[str]:
         f"{t.name} ({slot.hypernet.type}, {slot.grid.n_tiles} tile{'s' * (slot.grid.n_tiles > 1)})"
         for t in plan.tensors
         for slot in t.slots
-        # Do not warn about an embedding that is generated to reach the target: the table already says so.
+        # Do not warn about an embedding that is generated to reach the target: the embedding's note says so.
         if slot.hypernet.spreads and not t.base and "embedding" not in t.note and min(slot.dims[:2]) >= _LARGE_TILE
         if slot.grid.n_tiles < (_FEW_FACTORED if slot.hypernet.factorised else _FEW_TILES)
     ]

@@ -29,7 +29,7 @@ class Targets(NamedTuple):
 
     modules: Literal["all-linear"] | list[re.Pattern[str]] | None  # None: linear, convolution and attention layers
     new: list[re.Pattern[str]]
-    infos: list[ParameterInfo]  # All parameters, and one delta per layer that hides its weight (quantized layers)
+    infos: list[ParameterInfo]  # All parameters, and one entry for the hidden weight of each quantized layer
     hidden: dict[str, str]  # `{layer: reason}`: layers that hide their weight and cannot have a delta
 
     def saved(self, name: str) -> bool:
@@ -46,7 +46,7 @@ class Targets(NamedTuple):
         return named and (kind.selected or kind.name == "embedding")
 
     def left_out(self, pnet: nn.Module, weights: dict[str, Tensor], prefixes: Collection[str]) -> dict[str, str]:
-        """Return `{layer: reason}` for selected layers that cannot have a delta, except names that have a prefix."""
+        """Return `{layer: reason}` for selected layers that cannot have a delta, except layers below `prefixes`."""
         # Look at buffers, too, because some libraries store the weights of quantized layers in buffers.
         packed = {k: b for k, b in pnet.named_buffers() if b.dtype in _PACKED and b.ndim > 1 and b.numel()}
         left = dict(self.hidden)
@@ -139,7 +139,7 @@ def choose(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Choose the hypernetwork of each parameter. `exclude` overrides `rules`; `rules` override `include` and defaults.
 
-    Returns the parameters (with a base, changed and new ones), and `{layer: reason}` for layers without a delta.
+    Returns all parameters (with a base, only changed and new ones), and `{layer: reason}` for layers without a delta.
     """
     infos = parameter_infos(pnet) if targets is None else targets.infos
     # If some parameters require grad, all other parameters are frozen: the genome contains their values.
@@ -171,7 +171,7 @@ def choose(
         elif some_trained and not weights.requires_grad:
             chosen, reason = None, "frozen"
         else:
-            # Parameters of new modules are direct at first. `make_plan` generates some if they exceed the target.
+            # Parameters of new modules are direct at first. `make_plan` generates the longest if a target needs it.
             generated = kind.selected if targets is None else base and targets.changes(info, kind)
             chosen, reason = hypernet if generated else None, ""
         movable = not reason and (kind.name in ("vector", "embedding") or (saved and kind.selected))

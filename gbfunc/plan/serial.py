@@ -15,7 +15,7 @@ from gbfunc.tiling import TileGrid
 from gbfunc.types import JSON
 
 VERSION = 2
-_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # By number of dimensions; the JSON omits usual kinds
+_USUAL_KINDS = {1: "vector", 2: "linear", 4: "conv"}  # Kinds of layers that the JSON omits, by dimensions of the tensor
 V = TypeVar("V")
 C = TypeVar("C", bound=type[Hypernet] | type[Encoding])
 
@@ -47,7 +47,7 @@ def register(cls: C) -> C:
 
 
 def check_readable(tensors: Sequence[TensorPlan]) -> None:
-    """Raise `ValueError` if a g-net or an encoding would not be the same after `plan_from_json`."""
+    """Raise `ValueError` if a g-net or an encoding cannot be written as JSON and read again unchanged."""
     slots = [slot for tensor in tensors for slot in tensor.slots]
     factories = {h.to_json()["factory"]: h.factory for s in slots if isinstance(h := s.hypernet, from_module)}
     for part in {part for s in slots for part in (s.hypernet, s.row_code, s.col_code)}:
@@ -96,7 +96,7 @@ def plan_to_json(
 def plan_from_json(
     text: str, factories: Sequence[Callable[..., Any]] = ()
 ) -> tuple[tuple[TensorPlan, ...], tuple[BufferPlan, ...], str, Base | None]:
-    """Read JSON from `plan_to_json`, and return tensors, buffers, target and base; ValueError for any other JSON."""
+    """Return tensors, buffers, target and base from the text of `plan_to_json`. Arguments: see `Plan.from_json`."""
     by_path = {f"{f.__module__}:{f.__qualname__}": f for f in factories}
     try:
         data = read_document(text)

@@ -38,7 +38,7 @@ class Slot:
     """One matrix of a tensor, generated as `offset + scale * g`, where g is the output of the g-nets.
 
     `scale` is the standard deviation of the p-net's initial weights. The `offset` of a vector is the mean of the
-    weights, otherwise 0. In slots of equal `group`, tiles at the same position have some leaves in common.
+    weights, otherwise 0. In slots of equal `group`, the g-nets of tiles with the same index share some parameters.
     """
 
     hypernet: Hypernet
@@ -99,7 +99,7 @@ class TensorPlan:
         return self.slots[0].hypernet.factorised and self.kind in _FACTORED_KINDS and wide
 
     def is_formable(self, pnet: nn.Module) -> bool:
-        """Return True if the parameter is generated, and all its layers can apply factors instead of a dense weight."""
+        """Return True if the parameter is generated, and all its layers can use a `WeightForm`, such as factors."""
         names = [name.rpartition(".") for name in (self.name, *self.aliases)]
         layers = [(pnet.get_submodule(prefix), attribute) for prefix, _, attribute in names]
         flipped = self.kind == "transposed_linear"
@@ -111,13 +111,13 @@ class TensorPlan:
         """Return the form in which layers apply factors of the weight. None means that the weight is dense.
 
         With `lazy="auto"`, the layer uses factors or the dense weight, whichever is faster for the batch. `base`
-        returns the tensor to which a delta is added. With None, the result only describes names and shapes.
+        returns the frozen tensor to which a delta is added; without `base`, a form only describes names and shapes.
         """
         beside = self.kind == "beside"
         if not (lazy or beside) or not self.can_factor(dtype):
             return None
         grid, rank = self.slots[0].grid, self.slots[0].hypernet.factor_width
-        # A layer that hides its weight adds the delta's output to its own, so the delta is never formed.
+        # The kind "beside", a layer that hides its weight, adds the delta's output to its own: never form the delta.
         options = (self.name, self.shape, grid, rank, self.kind == "transposed_linear", lazy == "auto" and not beside)
         return DeltaWeight(base, *options) if self.base and not beside else FactoredWeight(*options)
 
@@ -132,7 +132,7 @@ class TensorPlan:
 
     @property
     def new_rows(self) -> int:
-        """Number of new rows at the end of each matrix, which are trained, and are not part of the base."""
+        """Number of rows at the end of each matrix that are trained and no part of the base (type `new_rows`), or 0."""
         found = (slot.hypernet.rows for slot in self.slots if isinstance(slot.hypernet, new_rows))
         return max(found, default=0) if self.base else 0
 
@@ -142,7 +142,7 @@ class TensorPlan:
 
 
 def old_rows(tensor: TensorPlan, new: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that sets a tensor's new rows (the last `new` of each matrix) to zero."""
+    """Return a function that copies the tensor with zeros in the last `new` rows of each matrix (type `new_rows`)."""
     kind = KINDS[tensor.kind]
     return lambda x: kind.fold([F.pad(m[:-new], (0, 0, 0, new)) for m in kind.unfold(x)], tensor.shape)
 

@@ -27,7 +27,7 @@ _RATES: dict[Any, float] = dict.fromkeys(_LIKE_ADAM, 1.0) | {optim.SGD: 5.0}
 
 
 def base_rate(genome_params: float) -> float:
-    """Return Adam's rate for deltas. Genomes above 5,400 parameters change deltas more per step: reduce the rate."""
+    """Return Adam's rate for deltas. Above 5,400 parameters the rate falls, because each step changes deltas more."""
     return 3e-2 * min(1.0, 5_400 / max(1, genome_params))
 
 
@@ -179,7 +179,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, factories: tuple = ()) -> Plan:
-        """Read the text of `to_json`. `factories` are the arguments of `from_module`. ValueError for any other text."""
+        """Read the text of `to_json`. `factories` are those of `from_module` g-nets. ValueError for any other text."""
         return Plan(*plan_from_json(text, factories))
 
     def report(self, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
@@ -199,7 +199,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files. Return `"auto"`, which needs a trained genome, only if `expected`."""
+        """Return the default dtype of files, or None. Return `"auto"` only for an estimate of the size (`expected`)."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

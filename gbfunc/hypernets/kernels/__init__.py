@@ -1,1 +1,1 @@
-"""Fast generation of tiles: compiled kernels for ReLU MLPs and for sines; all other g-nets run in blocks of rows."""
+"""Fast generation of tiles: compiled kernels for ReLU MLPs and for sines; other MLPs run in blocks of rows."""

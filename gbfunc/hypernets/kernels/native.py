@@ -73,7 +73,7 @@ def _is_available(device_type: str) -> bool:
 
 @functools.cache
 def has_kernels(device_type: str, kernel: Kernel) -> bool:
-    """Return whether compiled kernels are used on this type of device: C++ on "cpu", Triton on "cuda"."""
+    """Return whether `kernel` selects compiled kernels on this type of device: C++ on "cpu", Triton on "cuda"."""
     if kernel not in ("auto", "compiled") or device_type not in ("cpu", "cuda"):
         return False
     return (kernel == "compiled" and device_type == "cpu") or _is_available(device_type)

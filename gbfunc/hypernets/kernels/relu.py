@@ -45,7 +45,7 @@ def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
 
 
 def _by_hidden(A_TrH: Tensor, B_TcH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    # Yield [T, r, 1] and [T, 1, c] per hidden unit. The c entries are contiguous, so that sums are fast.
+    # Yield A [T, r, 1] and B [T, 1, c] of each hidden unit. The c entries of B are contiguous, so that sums are fast.
     return zip(A_TrH.permute(2, 0, 1)[..., None], B_TcH.permute(2, 0, 1).contiguous()[..., None, :], strict=True)
 
 

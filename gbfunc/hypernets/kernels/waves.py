@@ -127,7 +127,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
     for side in sides:
         tiles, (groups, width, features) = len(side.weight if side.groups is None else side.groups), side.weight.shape
         rows = side.codes.shape[1]
-        # Store [T, 2 H, n], which makes products of factors with few columns faster than [T, n, 2 H].
+        # Store factors as [T, 2 H, n]: if 2 H is small, products of factors are faster than with [T, n, 2 H].
         out = side.weight.new_empty_strided((tiles, rows, 2 * features), (2 * features * rows, 1, rows))
         outputs.append(out)
         for x in side[:7]:
@@ -206,7 +206,7 @@ class _Waves(torch.autograd.Function):
 
 
 def waves(sides: Sequence[Side], *, kernel: Kernel = "auto") -> list[Tensor]:
-    """Compute the factors [T, n, 2 H] of each side. All sides have one dtype. Leaves have derivatives of any order.
+    """Compute the factors [T, n, 2 H] of each side, differentiable in leaves to any order. All sides have one dtype.
 
     In transforms, in compiled graphs, and for tensors that no backend accepts, PyTorch's operators are used.
     Raises RuntimeError for `kernel="compiled"` on a CPU without a working C++ compiler.

@@ -72,7 +72,7 @@ def _turns(of, x, groups, tile, i, h) -> Any:
 
 @triton.jit
 def _halves(of, tile, i, h) -> Any:
-    """Return the offsets [h, i] of the halves `s sin A + ...` and `s cos A - ...`, and a mask of valid entries."""
+    """Return offsets [h, i] of the factors' halves `s sin A + ...` and `s cos A - ...`, and a mask of valid entries."""
     n, H, first = tl.load(of + ROWS), tl.load(of + FEATURES), tl.load(of + COSINE_FIRST)
     at = tl.load(of + OUT) + (tile * 2 * H + h)[:, None] * n + i[None, :]
     return at + first * H * n, at + (1 - first) * H * n, (h < H)[:, None] & (i < n)[None, :]
