@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Import names at their first use, because importing torch takes seconds. No public name equals a module's name.
+# Import names at first use, as importing torch takes seconds. A submodule of equal name would hide a public name.
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _MODULES = {x.name: str(of.module) for of in _STUB.body if isinstance(of, ast.ImportFrom) for x in of.names}
 __all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -31,7 +31,7 @@ class Base(NamedTuple):
 
 
 class BaseTensors:
-    """The frozen tensors of a base: the p-net's own parameters (not copied), and copies of the buffers."""
+    """The frozen tensors of a base: the p-net's parameters, and copies of the buffers, which a forward may change."""
 
     # Tensors named in `new` are not part of the base. If rows were appended to a parameter (a resized embedding), its
     # function in `old` sets these rows to zero, so that the hash does not depend on the values of the new rows.
@@ -60,7 +60,7 @@ class BaseTensors:
         self._on: dict[torch.device, tuple[Params, Params]] = {}
 
     def on(self, device: torch.device) -> tuple[Params, Params]:
-        """Return the parameters and the buffers on a device. The first call for a device copies the tensors."""
+        """Return the parameters and the buffers on a device. A tensor is copied at most once per device."""
         if device not in self._on:
             params, buffers = ({k: x.to(device) for k, x in tensors.items()} for tensors in (self.params, self.buffers))
             self._on[device] = params, buffers

@@ -25,19 +25,19 @@ def product_flops(rows: int, cols: int, k: int) -> float:
 
 
 def generation_flops(rows: int, cols: int, params: int, k: int = 0) -> float:
-    """Count a g-net's operations: 6 R C `params`, or with factors of rank k > 0, 6 (R + C) `params` + 6 R C k."""
+    """Count operations of a g-net of P parameters (`params`): 6 R C P, or 6 (R + C) P + 6 R C k for factors (k > 0)."""
     return 6.0 * (rows + cols if k else rows * cols) * params + product_flops(rows, cols, k)
 
 
 def dense_flops(rows: int, cols: int, k: int, batch: int) -> float:
-    """Count operations to form a weight from factors, apply the weight to B rows, and read or write it 6 times."""
+    """Count operations to form a weight from factors, apply it to B rows, and read or write the weight 6 times."""
     return 6 * rows * cols * (batch + k + FLOPS_PER_ELEMENT)
 
 
 def thin_flops(
     rows: int, cols: int, k: int, tiles: tuple[int, int], batch: int, parts: tuple[int, int] = (1, 1)
 ) -> float:
-    """Count the operations to apply factors, 6 B k (nr C + nc R), and to read or write [B, nr nc k] 15 times.
+    """Count operations to apply factors, 6 B k (nr C + nc R), and to read or write `x R`, [B, nr nc k], 15 times.
 
     `parts` are the numbers of ranks over which the matrix's rows and columns are split. The result is for one rank.
 
@@ -49,9 +49,9 @@ def thin_flops(
     return products + 15 * FLOPS_PER_ELEMENT * batch * nr * nc * k
 
 
-def missing_ranks(tile_rows: int, k: int) -> int:
-    """Return the smallest m for which groups of a convolution have a multiple of 16 filters, `tile_rows * (k + m)`."""
-    return -k % (_CHANNELS // math.gcd(tile_rows, _CHANNELS))
+def missing_ranks(nr: int, k: int) -> int:
+    """Return the smallest m for which `nr * (k + m)`, the filters per group of a convolution, is a multiple of 16."""
+    return -k % (_CHANNELS // math.gcd(nr, _CHANNELS))
 
 
 def thin_rows(
@@ -59,10 +59,10 @@ def thin_rows(
 ) -> float:
     """Return the number of batch rows (positions of a convolution) below which factors cost less than dense weights.
 
-    Both costs grow linearly with the rows. Per row, factors save three GEMMs of the weight's size: one in forward, two
-    in backward. With a `frozen_base`, factors save only the GEMM of the weight's gradient. For a `conv`, an operation
-    with factors takes a quarter more time, and channels are computed 16 at once (measured: 3 x 3 kernels, 16 to 192
-    channels, in float32 and bfloat16).
+    The costs of factors and of dense weights grow linearly with the rows. Per row, factors save three GEMMs of the
+    weight's size: one in forward, two in backward. With a `frozen_base`, factors save only the GEMM of the weight's
+    gradient. For a `conv`, an operation takes a quarter more time with factors than with the dense weight, and channels
+    are computed 16 at once (measured: 3 x 3 kernels, 16 to 192 channels, in float32 and bfloat16).
 
     >>> thin_rows(4096, 4096, 64, (1, 1)), round(thin_rows(128, 128, 64, (1, 1)))
     (inf, 266)

@@ -65,7 +65,7 @@ class Encoding:
     local: ClassVar[bool] = True  # True if a code depends only on the position within a tile
 
     def width(self, n: int) -> int:
-        """Return the number of entries per code on an axis of length `n`."""
+        """Return the number k of numbers in a code on an axis of length `n`."""
         raise NotImplementedError
 
     def at(self, i: Tensor, n: int) -> Tensor:
@@ -240,7 +240,7 @@ class Table(Encoding):
         sizes = len(self.shape) == 2 and all(type(n) is int and 1 <= n <= _MAX_AXIS for n in self.shape)
         if not sizes or self.dtype not in _TABLE_DTYPES:
             raise ValueError(f"a table is [n, k] of {', '.join(_TABLE_DTYPES)}, got {self.shape!r} of {self.dtype!r}")
-        # Check in the table's dtype, as float64 may take eight times the memory. Ignore that 1e9 overflows in float16.
+        # Check before the cast to float64, which may take eight times the memory. In float16, the bound 1e9 is inf.
         numbers = self._numbers
         with np.errstate(over="ignore"):
             if not (np.isfinite(numbers).all() and (np.abs(numbers) <= _MAX_BANDWIDTH).all()):
@@ -273,7 +273,7 @@ _TABLE_DTYPES = ("int8", "float16", "float32", "float64")
 
 
 def table(codes: Any) -> Encoding:
-    """Code an axis by a table, for example with types of units, positions of neurons, or rows of a connectome.
+    """Code an axis by a table, for example by types of neurons, positions of neurons, or rows of a connectome.
 
     Positions with equal codes get equal weights. To distinguish positions, append the columns of
     `gb.binary().codes(n)`. A genome's file contains the table, in the narrowest of int8, float16, float32 and float64

@@ -107,7 +107,7 @@ class GenomeProblem(Problem):
         return self.start_P + self.steps_P * z_P
 
     def genome(self, solution_z: Any) -> Genome:
-        """Return the genome of a solution. A solution is a vector [z], `status["center"]` or `status["best"]`."""
+        """Return the genome of a solution: a vector [z], or an algorithm's `status["center"]` or `status["best"]`."""
         values = solution_z if isinstance(solution_z, Tensor) else solution_z.values
         return self._unflatten(self.vector(values.clone().as_subclass(Tensor)).detach())
 

@@ -1,7 +1,7 @@
 r"""Fits a genome to weights by least squares, one ensemble of g-nets after the other.
 
-Tile t has the target $Y_t = (W - offset - base) / scale$, cut out of its matrix W. The sum of squares of all
-targets of this matrix is $e_t$. The problem is
+The target $Y_t$ of tile t is cut out of the matrix $(W - offset - base) / scale$, with the slot's offset and scale. To
+give all matrices equal weight, $e_t$ is the sum of squares of the entire matrix. The problem is
 
     minimize   sum_t |g(theta_t) - Y_t|^2 / e_t
 

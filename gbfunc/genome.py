@@ -25,10 +25,10 @@ from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
 Noise = Mapping[str, Params]
 """Standard normal noise [T, ...] for the T tiles of each stochastic ensemble, by ensemble and by name."""
 
-_DRAWS = 8  # Maximum number of draws of a slot's leaves
+_DRAWS = 8  # Maximum number of draws of a slot's leaves; leaves of a constant matrix are drawn again
 _NEWTON_STEPS = 8
-_FLAT = 1e-3  # A matrix is constant if its standard deviation falls below this fraction without the mean
-_LARGE, _MANY = 1 << 20, 64  # `moments` forms no matrix of over _LARGE weights if factors have _MANY columns in all
+_FLAT = 1e-3  # A matrix counts as constant if removing its mean reduces the standard deviation to this fraction
+_LARGE, _MANY = 1 << 20, 64  # `moments` forms matrices of up to _LARGE weights, or with factors of under _MANY columns
 _SAMPLED = 64  # Statistics of a tile use a sample of at most this many rows and columns
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 
@@ -127,7 +127,7 @@ def init_genome(plan: Plan, pnet: nn.Module, seed: int = 0, *, device: torch.dev
         device: device of the genome; by default the p-net's device, or the CPU for a p-net on the meta device.
 
     Raises:
-        ValueError: for a plan of another p-net, buffers on the meta device, or g-nets without a leaf to scale tiles.
+        ValueError: for a plan of another p-net, buffers on the meta device, or g-nets without linear coefficients.
     """
     check_plan(plan, pnet)
     buffers = {b.name: pnet.get_buffer(b.name).detach() for b in plan.buffers}
@@ -204,7 +204,7 @@ def check_noise(plan: Plan, noise: Noise | None) -> None:
 
 
 def unflat_genome(plan: Plan, leaves: Params, buffers: Params) -> Genome:
-    """Build a genome from leaves by flat name (`flat_genome`) and the p-net's buffers."""
+    """Undo `flat_genome`: build a genome from leaves by name, such as `direct/0.bias`, and the p-net's buffers."""
     gnets = {e.name: {k: leaves[f"{GNET}{e.name}/{k}"] for k in e.leaves} for e in plan.ensembles if e.leaves}
     return Genome(gnets, {t.name: leaves[f"{DIRECT}{t.name}"] for t in plan.direct}, buffers)
 
@@ -326,12 +326,12 @@ def _sampled(constants: Constants) -> Constants:
 
 
 def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
-    """Return linear leaves that reduce the means of a tile's rows and columns; the tile's standard deviation is 1.
+    """Return linear leaves that reduce the means of a tile's rows and columns, at a standard deviation of 1.
 
     A tile is a sum of features with coefficients v. If each feature is a function of one weighted sum of the codes, as
     in a ReLU g-net, most of the variance is in the means of rows and columns. These means are a matrix of rank 2 with a
-    large singular value, so activations would grow from layer to layer. With the Gram matrix A of the features' means
-    and a small number e, `(A / e + 1)^-1 v` reduces the means (Tikhonov regularization).
+    large singular value, so activations would grow from layer to layer. Let A be the Gram matrix of the features' row
+    and column means, and e a small number. With `(A / e + 1)^-1 v`, the means are smaller (Tikhonov regularization).
     """
     constants = _sampled(slot.constants)
     tiles = slot.grid.n_tiles

@@ -40,7 +40,7 @@ _UNCHANGED = (
 
 
 class _Frame(NamedTuple):
-    """A module's constants. `sources` maps names of generated tensors, with tied names, to names in the plan."""
+    """The constants of a `GenomeModule`. `sources` maps all names of generated tensors to names in the plan."""
 
     plan: Plan
     base: BaseTensors | None
@@ -63,8 +63,8 @@ class GenomeModule(nn.Module):
 
     The g-nets' parameters are named `gnets:<ensemble>:<leaf>`. Direct parameters and buffers have the p-net's names
     and, without a `genome`, the p-net's values. Parameters require grad as in the p-net. `load_state_dict` raises
-    RuntimeError for the state dict of another plan, except from safetensors files, which lack the metadata. In training
-    mode, stochastic g-nets draw from torch's default generator. In evaluation mode, they generate mean weights.
+    RuntimeError for the state dict of another plan, except from safetensors files, which lack the plan's hash. In
+    training mode, stochastic g-nets draw from torch's default generator. In evaluation mode, weights are mean weights.
 
     The tensors of a base are neither parameters nor buffers of the module, nor in state dicts. They are moved to the
     genome's device. The base's batch norms stay in evaluation mode. Copies of the module share the base's memory.
@@ -276,7 +276,7 @@ class GenomeModule(nn.Module):
         return weights
 
     def _layer(self, name: str) -> tuple[Any, str]:
-        """Return the layer that holds a tensor (None if the layer is gone) and the tensor's attribute in the layer."""
+        """Return the layer that holds a tensor (None if the layer was removed) and the attribute that is the tensor."""
         *path, attribute = name.split(".")
         layer: Any = self
         for key in path:
@@ -294,7 +294,7 @@ class GenomeModule(nn.Module):
         return placed
 
     def _read(self, layer: nn.Module, attribute: str) -> Any:
-        """Generate a weight that is read outside of a forward, for example in a checkpoint's backward."""
+        """Generate a weight that code reads outside of a forward, for example when a checkpoint repeats a layer."""
         source = self._frame.sources[vars(layer)["_names"][attribute]]
         return self._weights(self._generator_of(source))[source]
 

@@ -51,7 +51,7 @@ def learning_curve(
         raise ValueError("a figure needs at least one run, got none: pass a history by label")
     figure, ((loss_axes, metric_axes),) = _figure(9.0, 3.6, columns=2)
     rows = [row for rows in runs.values() for row in rows]
-    # Show epochs on the x axis if all rows are at the end of an epoch, otherwise steps.
+    # Show epochs on the x axis if every entry of the histories is at the end of an epoch, otherwise steps.
     x = "env_steps" if "env_steps" in rows[0] else "step" if any(row["epoch"] % 1 for row in rows) else "epoch"
     factor, deviation = 100 if unit == "%" else 1, f"val_{metric}".replace("mean", "std")
     for run, history in runs.items():

@@ -18,7 +18,7 @@ from gbfunc.types import MatrixDims
 
 @dataclass(frozen=True)
 class TileGrid:
-    """A matrix covered by equal tiles; the last tiles are cropped. ValueError if a tile is larger than the matrix."""
+    """A matrix covered by equal tiles, cropped at the matrix's end. ValueError if a tile is larger than the matrix."""
 
     rows: int
     cols: int
@@ -65,16 +65,16 @@ class Piece(NamedTuple):
 class Cut(NamedTuple):
     """The tiles to generate for a matrix, or for a block of a matrix."""
 
-    grid: TileGrid  # The matrix that consists of the generated tiles
+    grid: TileGrid  # The grid of the generated tiles alone
     tiles: tuple[int, ...] | None = None  # Indices of the tiles in the full matrix's grid. None means all tiles
-    piece: Piece | None = None  # The block of the matrix to return. None means the entire matrix
+    piece: Piece | None = None  # The block to return, in coordinates of `grid`. None means the entire `grid`
 
     def crop(self, matrix_RC: Tensor) -> Tensor:
         return matrix_RC if self.piece is None else self.piece.of(matrix_RC)
 
 
 def cut_piece(grid: TileGrid, piece: Piece) -> Cut:
-    """Find the tiles (at least one) that overlap a block. Raise ValueError if the block is not in the matrix.
+    """Return the tiles that overlap a block, at least one. Raise ValueError if the block exceeds the matrix.
 
     >>> cut_piece(TileGrid(10, 6, 4, 3), Piece(((5, 9),), (0, 2))).tiles
     (2, 4)
@@ -141,7 +141,7 @@ def join_tiles(tiles_Trc: Tensor, grid: TileGrid) -> Tensor:
 
 
 def join_all(tiles_Trc: Tensor, grids: Sequence[TileGrid]) -> tuple[Tensor, ...]:
-    """Rebuild several matrices from one stack of tiles: [T, r, c] -> [R, C], ..."""
+    """Rebuild several matrices from their concatenated tiles: [T, r, c] -> [R, C], ..."""
     r, c = grids[0].tile_rows, grids[0].tile_cols
     counts = [grid.n_tiles for grid in grids]
     if tuple(tiles_Trc.shape) != (sum(counts), r, c) or any((g.tile_rows, g.tile_cols) != (r, c) for g in grids):
@@ -199,7 +199,7 @@ def copy_tiles(matrix: Tensor, tiles: Tensor, grid: TileGrid, joins: bool) -> No
 
 
 def unbatched(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Move the batch dimension of a vmap to the front. Tensors without a batch dimension are expanded to `size`."""
+    """Move the vmap dimension of each tensor to the front. Tensors without this dimension are expanded to `size`."""
     return (x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims, strict=True))
 
 

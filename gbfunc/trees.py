@@ -100,7 +100,7 @@ def like_genome(flat: Params, genome: GenomeLike) -> Any:
 def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
     """Raise ValueError if names, shapes, dtypes or devices of tensors differ from `expected`.
 
-    The message begins with `what`. For tensors in `expected`, shapes and dtypes are compared, but not devices.
+    The message begins with `what`. If an entry of `expected` is a tensor, not a `TensorSpec`, devices may differ.
     """
     found = []
     if expected.keys() != got.keys():
@@ -126,7 +126,7 @@ def _some(items: list[str], most: int = 8) -> str:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Map over a tree like `optree.tree_map`, and also over mappings of any type (Hugging Face's `ModelOutput`)."""
+    """Apply `fn` to leaves as `optree.tree_map` does, also inside mappings of any type (`ModelOutput`)."""
     import optree  # Imported here, because the import is slow
 
     def at(x: Any, *others: Any) -> Any:
@@ -185,8 +185,8 @@ def refuse_packed(batch: Any) -> None:
 def split_batch(batch: Any, n: int) -> list[Any]:
     """Split a batch into `n` equal microbatches along the first dimension of its tensors.
 
-    Bools are copied to every microbatch. All other leaves must be tensors. Raises ValueError for any other type, for a
-    packed sequence, if the tensors' first dimensions differ, or if `n` does not divide the first dimension.
+    Bools, such as flags, are copied to every microbatch. All other leaves must be tensors. Raises ValueError for any
+    other type, for a packed sequence, or if the tensors' first dimensions differ or are not multiples of `n`.
     """
     refuse_packed(batch)
     for path, x in tree_leaves(batch, "batch"):
@@ -200,10 +200,10 @@ def split_batch(batch: Any, n: int) -> list[Any]:
 
 
 def split_rows(batch: Any, n: int) -> list[Any]:
-    """Split a batch into `n` batches of rows. If `n` does not divide the rows, the first batches have one row more.
+    """Split the rows of a batch (the first dimension) into `n` batches, whose sizes differ by at most one row.
 
-    Batches may be empty. Scalars and values that are not tensors are copied to all. Raises ValueError for a packed
-    sequence, a sparse or nested tensor, an array, or an object with tensors as attributes.
+    Batches may be empty. Scalars and values that are not tensors are copied to every batch. Raises ValueError for a
+    packed sequence, a sparse or nested tensor, an array, or an object with tensors as attributes.
     """
     refuse_packed(batch)
     leaves = tree_leaves(batch, "batch")

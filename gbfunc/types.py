@@ -56,7 +56,7 @@ class Factors(NamedTuple):
 
 
 class TileDims(NamedTuple):
-    """The size of a tile in rows and columns, and the widths of the codes of rows and columns."""
+    """The rows and columns of a tile, and the widths (how many numbers) of the codes of a row and of a column."""
 
     rows: int
     cols: int

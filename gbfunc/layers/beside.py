@@ -1,7 +1,7 @@
 """Adds deltas to linear layers that hide their weight, such as quantised layers: `y = layer(x) + x delta^T`.
 
-A layer of this kind has the integers `in_features` and `out_features` and a forward of its own. The delta [out, in] of
-layer NAME is the tensor `NAME.delta` in a plan, but not in the p-net. The delta stays a product of factors.
+Such a layer has the integers `in_features` and `out_features`, and a custom forward. A plan names the delta [out, in]
+of layer NAME `NAME.delta`; the p-net has no tensor of this name. The delta is applied as factors (`FactoredWeight`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def unit_outputs(layer: Any, like: Tensor) -> Tensor:
-    """Compute up to 64 columns [out, n] of a weight: the outputs for unit vectors (dtype and device of `like`).
+    """Sample up to 64 columns [out, n] of a hidden weight: outputs for unit vectors of `like`'s dtype and device.
 
     Raises:
         ValueError: if the layer is not a linear map from `in_features` to `out_features` numbers.
@@ -64,10 +64,10 @@ def unit_outputs(layer: Any, like: Tensor) -> Tensor:
 
 
 class _Layer(torch.autograd.Function):
-    """Applies a layer with `run(x)`. Autograd keeps only x, and backward runs the layer again for the gradient.
+    """Applies a layer, `run(x)`. To save memory, autograd keeps only x, and backward runs the layer again.
 
-    If the output has no autograd graph, for example because of integer kernels, the gradient is computed with the
-    weight. The columns of the weight are the layer's outputs for unit vectors.
+    If the output has no autograd graph, for example because of integer kernels, backward multiplies the gradient by
+    the hidden weight. The columns of the hidden weight are the layer's outputs for unit vectors.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _kept(layer: nn.Module) -> nn.Module:
-    """Copy a layer, with references to its tensors, for backward: the p-net removes the tensors after forward."""
+    """Copy a layer, without copying tensors, for backward: after a call, the p-net's layer may lack its tensors."""
     kept = object.__new__(type(layer))
     tensors = {"_parameters": dict(layer._parameters), "_buffers": dict(layer._buffers)}
     vars(kept).update(vars(layer), _modules={k: m and _kept(m) for k, m in layer._modules.items()}, **tensors)
@@ -116,7 +116,7 @@ def _through_units(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> 
 
 
 def beside_forward(layer: Any, input: Tensor) -> Tensor:
-    """Return the layer's own output plus the delta's output, which is computed in the dtype of the g-nets."""
+    """Add the delta's output to the layer's own output. Without autocast, the delta is applied in its own dtype."""
     y = _Layer.apply(partial(layer._stock.forward, _kept(layer)), input)
     weight = weight_of(layer, DELTA)
     wide = input if torch.is_autocast_enabled(input.device.type) else input.to(weight.inputs["left"].dtype)

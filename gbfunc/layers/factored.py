@@ -19,11 +19,11 @@ from gbfunc.types import Params
 
 
 class FactoredWeight(WeightForm):
-    """A weight that consists of T tiles `L[i, j] @ R[i, j].T`, from the inputs left [T, r, k] and right [T, c, k].
+    """A weight of T tiles `L[i, j] @ R[i, j].T`. The form's inputs are left, [T, r, k], and right, [T, c, k].
 
     The matrix of all tiles, transposed if `transposed` (Hugging Face's `Conv1D`), is reshaped to the layer's `shape`.
-    With `auto`, layers apply factors to inputs of fewer rows than `thin_rows` returns, and form the weight for larger
-    inputs and in exported programs. Without `auto`, layers apply factors to all inputs.
+    With `auto`, layers apply the factors to inputs with fewer rows than `gbfunc.costs.thin_rows`, and form the weight
+    for inputs with more rows and in exported programs. Without `auto`, layers apply the factors whenever possible.
     """
 
     needs: Needs = "factors"
@@ -41,15 +41,15 @@ class FactoredWeight(WeightForm):
         self._thin_rows = {conv: thin_rows(*sizes, conv=conv) if auto else math.inf for conv in (False, True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the factors of all tiles, named by `keys`."""
+        """Return `{key: tensor}`: the left and the right factors of the weight's only matrix, `sources[0]`."""
         return dict(zip(self.keys, sources[0].factors(), strict=False))
 
     def by_tile(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Arrange the factors in the grid of nr x nc tiles: [nr, nc, r, k] and [nr, nc, c, k]."""
+        """Arrange the factors in the grid of nr x nc tiles: left [nr, nc, r, k] and right [nr, nc, c, k]."""
         return inputs["left"].unflatten(0, self.tiles), inputs["right"].unflatten(0, self.tiles)
 
     def make(self, inputs: Params) -> Tensor:
-        """Multiply the factors. Return the dense weight."""
+        """Form the dense weight: multiply the factors of each tile, and join the tiles."""
         left, right = inputs["left"], inputs["right"]
         # For one tile, a matrix product is faster than a batched product.
         single = self.tiles == (1, 1)
@@ -57,22 +57,22 @@ class FactoredWeight(WeightForm):
         return (matrix.t() if self.transposed else matrix).reshape(self.shape)
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the output with factors, or with the dense weight if that is faster for the number of rows."""
+        """Compute the output with factors, or with the dense weight if `thin` returns None."""
         y = self.thin(weight, use, x, bias)
         return use.run(weight.dense(), x, bias) if y is None else y
 
     def thin(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Compute the output with factors. Return None if the caller should use the dense weight instead."""
+        """Compute the output with factors. Return None if the dense weight is faster, already formed, or required."""
         if use.operation == "embedding":
             return self._thin_embedding(weight, x, *use.options)
         return (self._thin_linear if use.operation == "linear" else self._thin_conv)(weight, x, bias, *use.options)
 
     def _pays(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
-        # An exported program must run for any number of rows, so `auto` always selects the dense weight.
+        # An exported program cannot choose by the number of rows. With `auto`, programs use the dense weight.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
         if dense or (weight.formed is not None and not weight.applied):
             return False
-        # If a checkpoint calls the layer again in backward, `applied` makes the layer use factors again.
+        # A checkpoint calls the layer again in backward: use factors again, even if the weight was formed since.
         weight.applied = True
         return True
 
@@ -86,7 +86,7 @@ class FactoredWeight(WeightForm):
         if self.tiles == (1, 1):
             return F.linear(x @ weight.inputs["right"].squeeze(0), weight.inputs["left"].squeeze(0), bias)
         left, right = self.by_tile(weight.inputs)
-        # Make the output contiguous, as F.linear does. Otherwise a later dropout would draw another mask.
+        # Make the output contiguous, as F.linear does: the mask of a later dropout depends on the memory order.
         y = from_thin(thin_product(x, right, (0, grid.cols)), left, ((0, grid.rows),)).contiguous()
         # Under autocast, products have the narrow dtype, as in F.linear, so cast the bias.
         return y if bias is None else y + bias.to(y.dtype)
@@ -94,7 +94,7 @@ class FactoredWeight(WeightForm):
     def _thin_conv(
         self, weight: Weight, x: Tensor, bias: Tensor | None, conv: Callable[..., Tensor], options: dict[str, Any]
     ) -> Tensor | None:
-        """Convolve with k filters per tile, then with 1x1 filters. Return None if the dense weight should be used."""
+        """Convolve with the right factors (k filters per tile), then with the left factors (1x1). None as in `thin`."""
         positions = math.prod(self.shape[2:])
         fits = options["groups"] == 1 and self.grid.tile_cols % positions == 0
         if not fits or not self._pays(weight, _positions(x, self.shape[2:], options), conv=True):
@@ -105,12 +105,12 @@ class FactoredWeight(WeightForm):
         channels, kernel = self.shape[1], self.shape[2:]
         if x.shape[1] != channels:
             raise ValueError(f"expected an input with {channels} channels, got shape {tuple(x.shape)}")
-        # Whether torch would keep the channels-last memory format: on a CPU, 2D convolutions do, but 3D do not.
+        # Would torch keep the channels-last memory format of x? On a CPU, conv2d keeps the format, conv3d does not.
         last = (x.ndim == 4 or (x.ndim > 3 and not x.is_cpu)) and x.stride(1) == 1 and x.stride(-1) >= channels
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
-            # A CPU is up to three times as fast with a multiple of 16 filters in each group: pad the rank.
+            # On a CPU, groups of a multiple of 16 filters are up to three times as fast as other groups: pad k.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
         width = self.grid.tile_cols // positions
         if nc * width != channels:
@@ -125,14 +125,14 @@ class FactoredWeight(WeightForm):
         else:
             y = conv(thin, mix, None, groups=nr)[:, : self.grid.rows]
             y = y if bias is None else y + bias.to(y.dtype).reshape(-1, *(1,) * len(kernel))
-        # Keep the input's memory format, as torch does. Otherwise a later dropout would draw another mask.
+        # Keep the input's memory format, as torch does: the mask of a later dropout depends on the memory order.
         return y.movedim(1, -1).contiguous().movedim(-1, 1) if last else y.contiguous()
 
     def _thin_embedding(self, weight: Weight, index: Tensor, padding_idx: int | None) -> Tensor | None:
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
-        # With several rows of tiles, each token needs a copy of its right factors. If these copies are larger than
-        # the weight, form the weight instead.
+        # With several rows of tiles, each token needs a copy of the right factors of its row of tiles. If these copies
+        # are larger than the weight, form the weight instead.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
         if many or index.is_nested or not self._pays(weight, index.numel()):
             return None
@@ -152,7 +152,7 @@ class FactoredWeight(WeightForm):
 
 
 class DeltaWeight(FactoredWeight):
-    """A weight `base + delta`, from inputs base, left and right. The delta's tiles are `L[i, j] @ R[i, j].T`.
+    """A weight `base + delta`, with the inputs left, right and base. The delta's tiles are `L[i, j] @ R[i, j].T`.
 
     The base is applied in the base's dtype, and the delta in the genome's dtype, as in PEFT's LoRA of a bfloat16 net.
     """
@@ -168,23 +168,23 @@ class DeltaWeight(FactoredWeight):
         return self.__dict__ | {"_base_on": None}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the factors and the base's tensor."""
+        """Return `{key: tensor}`: the delta's factors from `sources`, and the base's weight on the same device."""
         assert self._base_on is not None
         factors = super().of(sources)
         return factors | {self.keys[-1]: self._base_on(next(iter(factors.values())).device)}
 
     def make(self, inputs: Params) -> Tensor:
-        """Add the delta to the base."""
+        """Form the dense weight: multiply the factors, and add the base's weight."""
         return added(inputs["base"], super().make(inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Add the outputs of the base and of the factors, or apply the dense weight if that is faster."""
+        """Add the outputs of the base and of the factors. If `thin` returns None, apply the dense weight instead."""
         left, right, base = (weight.inputs[k] for k in self.inputs)
         autocast = torch.is_autocast_enabled(x.device.type)
         single = left.dtype == base.dtype and (x.dtype == left.dtype or autocast) and not x.is_nested and x.ndim > 1
         single = single and use.operation == "linear" and self.tiles == (1, 1)
         if single and self._pays(weight, math.prod(x.shape[:-1])):
-            # `addmm` adds within the product, which saves a pass over the outputs. With contiguous factors [k, r] and
+            # `addmm` adds y within the product, which saves a pass over y. With contiguous factors [k, r] and
             # [k, c], forward and backward are two to four times as fast as with [r, k] and [c, k].
             y = use.run(base, x, bias)
             thin = F.linear(x, right.squeeze(0).t().contiguous())
@@ -206,8 +206,8 @@ def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[
 class RowFactors(WeightForm):
     """The weight of a linear layer with separate factors for each row b of a batch: `W[b] = base + L[b] M[b] R[b]^T`.
 
-    The inputs are left L [B, rows, k], mix M [B, k, k], right R [B, cols, k] and, with a base, base [rows, cols].
-    Factors that all rows of the batch share have no dimension B.
+    The inputs are left L [B, rows, k], mix M [B, k, k] (of bilinear g-nets, otherwise the identity), right R
+    [B, cols, k] and, with a base, base [rows, cols]. Factors that all rows of the batch share have no dimension B.
     """
 
     needs: Needs = "factors"
@@ -218,18 +218,18 @@ class RowFactors(WeightForm):
 
     @staticmethod
     def of_tiles(form: FactoredWeight, inputs: Params) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert the inputs of a `FactoredWeight` to left, mix and right for one row of the batch."""
+        """Convert the inputs of a `FactoredWeight` to left, mix (the identity) and right for one row of the batch."""
         right, left = as_low_rank(*form.by_tile(inputs), form.grid)
         return left, torch.eye(len(right), dtype=left.dtype, device=left.device), right.t().contiguous()
 
     def make(self, inputs: Params) -> Tensor:
-        """Form the weights of all rows, [B, ...], or the single weight that all rows share."""
+        """Form the weights of all rows of the batch, [B, ...], or one weight if all rows share the factors."""
         delta = inputs["left"] @ inputs["mix"] @ inputs["right"].mT
         delta = delta.mT if self.transposed else delta
         return added(inputs["base"], delta) if "base" in inputs else delta
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply the base to the batch, and one set of factors to each row. ValueError for another number of rows."""
+        """Apply the base to the batch, and one set of factors to each row. ValueError unless x has 1 or B rows."""
         inputs, left = weight.inputs, weight.inputs["left"]
         wide, size = x if torch.is_autocast_enabled(x.device.type) else x.to(left.dtype), x.shape[:-1]
         if left.ndim == 3:
@@ -245,11 +245,11 @@ class RowFactors(WeightForm):
 
 
 def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
-    """Apply right factors [nr, nc, c, k] to columns `cols` of a layer's input, x: [..., n] -> [..., nr * nc * k]."""
+    """Multiply x, columns `cols` of an input, by right factors [nr, nc, c, k]: [..., n] -> [..., nr * nc * k]."""
     nr, nc, c, k = right.shape
     if nr == nc == 1:
         return F.linear(x, right[0, 0, cols[0] : cols[1]].t())
-    # The tiles in columns [first, last) of the grid overlap `cols`. Take at least one column of tiles.
+    # The tiles in columns [first, last) of the grid overlap `cols`. If `cols` is empty, take one column of tiles.
     batch, first = math.prod(x.shape[:-1]), min(cols[0] // c, nc - 1)
     last = max(-(-cols[1] // c), first + 1)
     padded = F.pad(x.reshape(batch, x.shape[-1]), (cols[0] - first * c, last * c - cols[1]))
@@ -260,7 +260,7 @@ def thin_product(x: Tensor, right: Tensor, cols: tuple[int, int]) -> Tensor:
 
 
 def from_thin(thin: Tensor, left: Tensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    """Apply left factors [nr, nc, r, k] to a `thin_product`: [..., nr * nc * k] -> [..., rows in `ranges`]."""
+    """Multiply a `thin_product` by left factors [nr, nc, r, k]. Return the outputs [..., n] of the rows in `ranges`."""
     nr, nc, r, k = left.shape
     lead, batch = thin.shape[:-1], math.prod(thin.shape[:-1])
     thin_iBt = thin.reshape(batch, nr, nc * k).transpose(0, 1)

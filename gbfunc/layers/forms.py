@@ -1,12 +1,12 @@
 """Forms of a weight: how the g-nets generate a weight, and how a layer computes with the weight.
 
-A form `needs` matrices, factors or leaves of the g-nets. `of(sources)` returns the form's inputs, which are tensors
-with the names `keys`. `apply` computes a layer's output from the inputs. The forms are:
+A form `needs` the matrix, the factors or the leaves of each generated matrix (a `Source`). `of(sources)` returns the
+form's inputs, `{key: tensor}`. `apply` computes a layer's output from the inputs. The forms are:
 
 * `DenseWeight`: the dense tensor, which torch's own layer uses;
 * `FactoredWeight` (`gbfunc.layers.factored`): `W = L R^T` for each tile, applied as `(x R) L^T` without forming `W`;
 * `DeltaWeight` (`gbfunc.layers.factored`): a frozen weight plus factors;
-* `RecomputedWeight` (`gbfunc.layers.recomputed`): `W = make(*leaves)`, generated for each use and again in backward.
+* `RecomputedWeight` (`gbfunc.layers.recomputed`): `W = maker(*leaves)`, generated for each use and again in backward.
 
 During a call of the p-net, each layer with a form holds a `Weight` (`gbfunc.layers.install`). Code that reads the
 property `layer.weight` gets the dense, differentiable tensor. The layer then uses this tensor until the call ends.
@@ -34,10 +34,10 @@ Needs = Literal["matrix", "factors", "leaves"]
 
 
 class Source(Protocol):
-    """One generated matrix, from which a form requests the matrix itself, factors of its tiles, or leaves."""
+    """One generated matrix. A form requests the matrix itself, the factors of its tiles, or its g-nets' leaves."""
 
     def matrix(self) -> Tensor:
-        """Return the matrix [rows, columns], or a block of the matrix if the generator was made for `pieces`."""
+        """Return the matrix [rows, columns], or the block that `pieces` of `make_generator` selects."""
         ...
 
     def factors(self) -> Factors:
@@ -45,7 +45,7 @@ class Source(Protocol):
         ...
 
     def inputs(self) -> Sequence[Tensor]:
-        """Return the leaves and the noise of the g-nets."""
+        """Return the leaves of the matrix's g-nets, and the noise (`sample_noise`) of stochastic g-nets."""
         ...
 
 
@@ -61,7 +61,7 @@ class Target(NamedTuple):
     piece: Piece | None = None  # block of the matrix to generate; None for the entire matrix
 
     def fold(self, matrices: list[Tensor]) -> Tensor:
-        """Add offsets, fold (reshape) the matrices to the parameter, and add the base. With `piece`, return a block."""
+        """Add the offsets, fold (reshape) the matrices to the parameter or its block `piece`, and add the base."""
         if any(self.offsets):
             matrices = [m + x if x else m for m, x in zip(matrices, self.offsets, strict=True)]
         weight = self.kind.fold(matrices, self.shape)
@@ -70,7 +70,7 @@ class Target(NamedTuple):
         return weight if self.narrow is None else weight.to(self.narrow)
 
     def block(self, weight: Tensor) -> Tensor:
-        """Cut the block `piece` out of the parameter."""
+        """Return the block `piece` of the entire parameter `weight`; without `piece`, return `weight`."""
         if self.piece is None:
             return weight
         return self.kind.fold([self.piece.of(self.kind.unfold(weight)[0])], self.shape)
@@ -121,13 +121,13 @@ class WeightForm:
         return self
 
     def renamed(self: Self, name: str) -> Self:
-        """Return a copy of the form for a parameter with a new name."""
+        """Return a copy of the form for the same parameter under the name that it has in another module."""
         form = copy.copy(self)
         WeightForm.__init__(form, name, self.inputs, self.transposed)
         return form
 
     def taken(self, tensors: TensorMap) -> Params:
-        """Select this form's inputs from all tensors of the generator. Return `{input: tensor}`."""
+        """Select this form's inputs from the `tensors` that a generator returns. Return `{input: tensor}`."""
         return {k: tensors[key] for k, key in zip(self.inputs, self.keys, strict=True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
@@ -163,7 +163,7 @@ class Weight:
         return self.formed
 
     def read(self) -> Tensor:
-        """Return the dense weight to code other than the layer's forward, and count the read."""
+        """Return the dense weight to code other than the layer's forward, and count the read for `dense_reads`."""
         if not torch.compiler.is_compiling():
             # Do not count in compiled code, which would be recompiled whenever the counter changes.
             self.form.reads += 1
@@ -191,12 +191,12 @@ Outside = Callable[[Any, str], Any]
 
 
 def generated_attribute(attribute: str) -> str:
-    """Name the layer attribute of a generated weight. Outside of calls of the p-net, the attribute is None."""
+    """Return the name of the layer's attribute that holds the generated weight in a call, and None outside of calls."""
     return f"_generated_{attribute}"
 
 
 def weight_of(layer: Any, attribute: str) -> Any:
-    """Return a layer's generated weight (`Weight` or tensor). None outside of calls, unless `install` got `outside`."""
+    """Return a layer's generated weight (`Weight` or tensor). Outside of calls: from `install`'s `outside`, or None."""
     key = generated_attribute(attribute)
     if (weight := getattr(layer, key, None)) is not None or not hasattr(layer, key):
         return weight
@@ -223,7 +223,7 @@ class Parameters(dict[str, Any]):
         if weight is None:
             super().__setitem__(name, value)
         else:
-            # The p-net replaces the weight, for example by a `functional_call` in the p-net's forward.
+            # The p-net's own forward replaces the weight, for example by `functional_call`: use the new value.
             weight.formed, weight.applied = value, False
 
     def items(self) -> Any:  # noqa: D102
@@ -231,8 +231,8 @@ class Parameters(dict[str, Any]):
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:
-    """Hide tensors that autograd saves inside this context from a surrounding `torch.utils.checkpoint`."""
-    # Older versions of torch cannot tell whether a checkpoint has set hooks: assume that hooks are set.
+    """Hide tensors that autograd saves here from a checkpoint, whose second forward may not generate weights again."""
+    # Older versions of torch cannot tell whether a checkpoint surrounds this code: assume that one does.
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda _: True)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or top(False) is None:

@@ -19,7 +19,7 @@ from gbfunc.layers.kinds import DELTA
 
 
 class LayerForm(NamedTuple):
-    """A forward for layers with generated `weights`. `plain(layer)` says if the layer's options are supported."""
+    """A forward for layers with generated attributes `weights`. `plain(layer)` says if the options are supported."""
 
     forward: Callable[..., Any]
     weights: tuple[str, ...] = ("weight",)
@@ -49,9 +49,9 @@ BESIDE = LayerForm(beside_forward, (DELTA,))
 def layer_form(layer: nn.Module) -> LayerForm | None:
     """Return the `LayerForm` of a torch layer, or of a layer that hides its weight. None for any other layer."""
     form = FORMS.get(_stock_forward(type(layer)), BESIDE if hasattr(layer, "in_features") else None)
-    # If a method of this instance was replaced, such as its forward, the layer may differ from its class.
+    # If a method of this instance was replaced, the layer may compute something else than its class.
     patched = any(inspect.isroutine(getattr(type(layer), name, None)) for name in vars(layer))
-    # nn.MultiheadAttention never calls its output projection, but reads the dense weight: a form is useless.
+    # nn.MultiheadAttention reads the weight of its output projection without calling the layer: keep the weight dense.
     read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
     return form if form is not None and form.plain(layer) and not (patched or read) else None
 
@@ -95,7 +95,7 @@ def _generated(attribute: str) -> property:
 def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> type[nn.Module]:
     """Make a subclass of a layer's class, with the same name, whose `attributes` return generated weights.
 
-    If `formed`, the forward of the layer's `LayerForm` replaces the layer's own forward.
+    If `formed` (a weight is not dense), the forward of the layer's `LayerForm` replaces the layer's own forward.
     """
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -128,7 +128,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
         net: the copy of the p-net.
         forms: the form of each parameter or buffer by name, including tied names; None for a dense tensor.
         outside: generates a weight that code reads outside of a call. With `outside`, the layers' own tensors are
-            deleted. Otherwise the tensors stay as placeholders. During a call, `parameters()` returns dense weights.
+            deleted. Otherwise the tensors stay, and during a call `parameters()` returns dense weights instead.
     """
     layers: dict[nn.Module, dict[str, WeightForm | None]] = {}
     names: dict[nn.Module, dict[str, str]] = {}
@@ -153,7 +153,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
 
 
 def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapping[str, Tensor]) -> None:
-    """In a module for inference, store the inputs of forms as parameters of layers, such as `weight_left`."""
+    """Prepare a module for inference: store the inputs of forms as parameters of layers, such as `weight_left`."""
     install(net, forms, _of_own_inputs)
     parameters = {key: nn.Parameter(inputs[key].contiguous()) for form in forms.values() for key in form.keys}
     for name, form in forms.items():

@@ -47,7 +47,7 @@ def _weights_of(
     shape_of: Callable[[Any], Shape],
     names: Collection[str] = ("weight", "weight_v", "weight_orig"),
 ) -> Callable[[nn.Module, str, Shape], bool]:
-    """Return a `claims` function for weights of these layers: tensors with one of the `names` and a weight's shape.
+    """Return a `claims` function for weights of these layers: tensors with one of `names` and `shape_of(module)`.
 
     The default names include weights under torch's older weight norm and spectral norm. The magnitudes of a weight
     norm have another shape than the weight, and are not claimed.

@@ -1,4 +1,4 @@
-"""A weight that is generated for each use and again in backward, so that no weight stays in memory."""
+"""A weight that is generated for each use and again in backward, so that no weight stays in memory in between."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gbfunc.types import Params
 class RecomputedWeight(WeightForm):
     """A weight `maker(*inputs)` that exists only while a layer uses the weight. Backward calls `maker` again.
 
-    `maker` is pure and draws no random numbers. `split` says that the weight is one rank's part, which only the layer
-    may read. In `torch.func` and `torch.compile`, torch may keep the weight until backward.
+    `maker` is pure and draws no random numbers. With `split`, this rank has only a part of the weight, and code other
+    than the layer cannot read it. Transforms of `torch.func` and `torch.compile` may keep the weight until backward.
     """
 
     needs: Needs = "leaves"
@@ -28,7 +28,7 @@ class RecomputedWeight(WeightForm):
         self.maker, self.split = maker, split
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the leaves and the noise of the g-nets of all matrices."""
+        """Return `{key: tensor}`: the leaves of all matrices' g-nets, and the noise of stochastic g-nets."""
         return dict(zip(self.keys, (x for source in sources for x in source.inputs()), strict=True))
 
     def make(self, inputs: Params) -> Tensor:
@@ -38,7 +38,7 @@ class RecomputedWeight(WeightForm):
         return self.maker(*(inputs[k] for k in self.inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Generate the weight, apply it, and free its memory. Backward generates the weight again."""
+        """Apply the weight, which exists only during this call. Backward generates the weight again."""
         others = (x,) if bias is None else (x, bias)
         if weight.formed is not None:
             return use.run(weight.dense(), *others)

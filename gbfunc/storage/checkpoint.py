@@ -1,7 +1,7 @@
 """Training checkpoints, written in the background. A training resumes from the newest valid checkpoint.
 
 A checkpoint is one safetensors file with the state's tensors by name (`opt/leaves/direct/0.bias/exp_avg`), a hash of
-the plan, the optimizer's options and schedule, the values of the training loop, and a SHA-256. Writes are atomic.
+the plan, the optimizer's options and schedule, values of the training loop, and the file's SHA-256. Writes are atomic.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Checkpointer:
         self._unlock: Callable[[], object] = lambda: None
 
         def lock() -> None:
-            # Release the lock on `close`, on garbage collection, and in forked children, which may outlive the parent.
+            # Release the lock on `close`, on garbage collection, and in forked children, which would keep the lock.
             self._unlock = weakref.finalize(self, os.close, _lock(self._folder))
             if fcntl is not None:
                 os.register_at_fork(after_in_child=self._unlock)
@@ -90,7 +90,7 @@ class Checkpointer:
         self._pending: Future[Path] | None = None
 
     def save(self, state: Any, extra: Mapping[str, Any] | None = None) -> None:
-        """Copies a state and writes the copy in the background; waits only for the previous checkpoint.
+        """Copies a state and writes the copy in the background; waits only for the previous write.
 
         Args:
             state: a `TrainState`; in distributed training, each rank passes its part of the state.
@@ -159,7 +159,7 @@ class Checkpointer:
 
 
 class Checkpoint(NamedTuple):
-    """The result of `load_checkpoint`; without a valid file, the state `like`, `extra={}` and `path=None`."""
+    """The result of `load_checkpoint`. If no file is valid, `state` is `like`, `extra` is {}, and `path` is None."""
 
     state: Any  # Has the structure and devices of `like`
     extra: JSON
@@ -236,7 +236,7 @@ def _restore(
                     raise
                 skipped.append(f"{file.name}: {error}")
                 continue
-            # If the file is intact but of another training, raise an error: a folder must not mix two trainings.
+            # Raise an error for an intact file of another training, and try no older file: do not mix trainings.
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"its format must be {_FORMAT!r}, got {metadata.get('format')!r}: update gbfunc")
             # Unset the `object_pairs_hook` of `parse_json`: with both hooks, `json.loads` ignores `object_hook`.
@@ -284,7 +284,7 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes an optimizer's options as strings. For a schedule: the rate at `step` and a hash of many rates."""
+    """Describes options of an optimizer as strings. A schedule becomes its rate at `step` and a hash of its rates."""
     if "cls" not in settings:
         return {k: text_of(v) for k, v in settings.items()}  # An optimizer that `torch_optimizer` did not make
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}

@@ -50,7 +50,7 @@ def save(
             `make_train_step(rounding=)` trains with the same rounding.
             * `"float16"`, `"bfloat16"` (or torch's dtypes): the dtype of g-nets and direct parameters;
             * `"int2"` to `"int8"`: integers of 2 to 8 bits, with a scale and a zero point per row, tile or leaf. Direct
-              vectors are float16. Running statistics of norms have 16 bits if 16 bits are exact enough;
+              vectors are float16. Running statistics have 16 bits if means stay exact to 1/64 standard deviation;
             * the result of `allocate_steps`: trained numbers and running statistics are integers times quantization
               steps, with one step for the numbers of a leaf that belong to the same tensor of the p-net;
             * None: the plan's `stored` dtype if the plan has a target in bytes, otherwise the p-net's dtypes.
@@ -154,7 +154,7 @@ def _opened(path: str | os.PathLike[str], max_params: int | None = None) -> Iter
 
 
 def is_genome(path: Path) -> bool:
-    """Return whether a file declares itself a genome; raises `SafetensorError` for files of other formats."""
+    """Return whether a file is marked as a genome; raises `SafetensorError` for files of other formats."""
     with path.open("rb") as file:
         if file.read(len(compact.MAGIC)) == compact.MAGIC:
             return True
@@ -190,8 +190,8 @@ def _open(path: Path, max_params: int | None) -> Compact | _Plain:
 class _Plain(NamedTuple):
     document: str
     dtype: str | None  # Dtype of trained leaves in the file; None means the plan's dtypes
-    digest: str  # SHA-256 that the file declares
-    tensors: Params  # One tensor [n] per dtype, with all leaves of this dtype
+    digest: str  # SHA-256 of plan and tensors, read from the file's header
+    tensors: Params  # {dtype: vector of all leaves that the file stores in this dtype}
     allowed: layout.Allowed
 
     def leaves(self, plan: Plan) -> Params:
@@ -204,7 +204,7 @@ class _Plain(NamedTuple):
         if _digest(self.document, self.tensors) != self.digest:
             raise ValueError("its digest does not fit its content: the file is damaged, copy it again")
         pieces = {k: x for d in names for k, x in zip(names[d], self.tensors[d].split(lengths[d]), strict=True)}
-        # Copy each leaf: a view would keep the memory of all leaves of the same dtype.
+        # Copy each leaf: a view of one leaf would keep all leaves of the same dtype in memory.
         return {k: x.reshape(expected[k].shape).to(expected[k].dtype, copy=True) for k, x in pieces.items()}
 
 

@@ -92,7 +92,7 @@ def push_pretrained(
 def load_pretrained(
     name: str | os.PathLike[str], factories: Sequence[Callable[..., Any]] = (), **options: Any
 ) -> tuple[Plan, Genome]:
-    """Read a genome folder from disk or from the hub, as `GenomeModule.from_pretrained` does."""
+    """Return plan and genome from a folder or a hub repository. Options and errors: `GenomeModule.from_pretrained`."""
     place = Path(name)
     if place.is_dir():
         return load(place / GENOME_FILE, factories=factories)

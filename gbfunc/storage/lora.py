@@ -150,7 +150,7 @@ def _new_modules(pnet: nn.Module, new: Collection[str]) -> list[str]:
 
 def _config(base: Base, pnet: nn.Module, ranks: Mapping[str, int], saved: list[str]) -> dict[str, Any]:
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
-    # peft uses the first key that matches the end of a layer's name, so write keys that match only the full name.
+    # peft uses the first key of `rank_pattern` that matches the end of a layer's name: use keys for full names only.
     patterns = {f"^{re.escape(layer)}": rank for layer, rank in ranks.items() if rank != usual}
     layers = [pnet.get_submodule(layer) for layer in ranks]
     return {
