@@ -1,9 +1,9 @@
-"""Moves that change how an activation is laid out over the ranks of an axis. Backward undoes the move for gradients.
+"""Moves that change the layout of an activation over the ranks of an axis, and in backward the layout of its gradient.
 
 An activation is *replicated* (equal on all ranks), *split* along a dimension, or *partial* (the sum of the ranks'
-tensors). The gradient has the same layout as the activation. The exception is the layout *partial gradient*: the
-activation is replicated, but ranks compute different outputs from it, so the gradient is the sum over ranks.
-(Megatron-LM: Shoeybi et al., 2019; sequence parallel: Korthikanti et al., 2022.)
+tensors). Gradients of split activations are split, and all others replicated. The exception is the layout *partial
+gradient*: the activation is replicated, but ranks compute different outputs, so its gradient is a sum over ranks.
+Sources: Megatron-LM (Shoeybi et al., 2019), sequence parallelism (Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Wire(NamedTuple):
         return sum(sizes[: self.axis.rank])
 
     def move(self, x: Tensor, start: Activation, end: Activation, dim: int = 0, sizes: Sizes = ()) -> Tensor:
-        """Change the layout of `x` from `start` to `end`. `sizes` has the lengths of the split `dim` on all ranks."""
+        """Change the layout of `x` from `start` to `end`. If `dim` is split, `sizes` has its lengths on all ranks."""
         moved: Any = _Moved.apply(x, self, *MOVES[start, end], dim, sizes)
         return moved
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
-        """Build a DTensor from this rank's piece `x`. `sizes` has the lengths of the split dimension on all ranks."""
+        """Build a DTensor from this rank's `x`. If `placement` is a `Shard`, `sizes` has the lengths of all pieces."""
         shape = list(x.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] = sum(sizes)
@@ -67,7 +67,7 @@ class Wire(NamedTuple):
         return DTensor.from_local(x, self.mesh.tensor_mesh, [placement], run_check=False, **layout)
 
     def sizes_of(self, n: int) -> Sizes:
-        """Ask all ranks for the lengths of their pieces; `n` is this rank's length. All ranks must call."""
+        """Return the lengths of a split dimension on all ranks; `n` is this rank's length. All ranks must call."""
         mine = torch.tensor([n], dtype=torch.int64, device=self.mesh.device)
         sizes = _moved(self, mine, "gather", 0, (1,) * self.axis.size)
         return tuple(sizes.tolist())
@@ -101,7 +101,7 @@ class _Moved(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float, seen: list[Tensor] | None = None) -> Tensor:
-    """Return `x`. Backward appends the incoming gradient to `seen`, and multiplies it by `factor`."""
+    """Return `x`. Backward multiplies the gradient by `factor`. Before, `seen` records the gradient for checks."""
     if factor == 1.0 or not (y := x.view_as(x)).requires_grad:
         return x
 

@@ -1,8 +1,8 @@
 """Traces the computation of a p-net's loss as a graph, with `torch.export`, and cuts the graph into pipeline stages.
 
 A *block* is a layer in a list of layers. A *cell* is a block and all operators between this block and the next. Cell -1
-has the operators before the first block. An operator in a cell runs once, in the stage that contains the cell.
-An operator that depends only on the batch (positions, masks) is in no cell. Every stage that needs its result runs it.
+has the operators before the first block. An operator in a cell runs once, in the stage that contains the cell. An
+operator that depends only on the batch (positions, masks) is in no cell, and runs in every stage that uses its result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LAYERS: dict[Any, tuple[str, ...]] = {
 
 
 class Chain(NamedTuple):
-    """The traced graph of a loss, whose nodes are assigned to cells.
+    """The traced graph of a loss. A cell is a block of the p-net and all operators between this block and the next.
 
     The dict `meta` of a node has the node's `cell`, the last cell that needs the node's value (`end`), and whether an
     operator writes to the memory of the value (`written`). For an input of the graph, `meta["origin"]` is the name of a
@@ -53,10 +53,10 @@ class Chain(NamedTuple):
 
 
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the blocks: of all lists of >= `stages` layers, the layers of the list with most parameters.
+    """Return the names of the blocks: the layers of the list with most parameters, among lists of >= `stages` layers.
 
-    `splits` names the first block of every stage except the first stage. The blocks are then all child modules of the
-    module that contains these blocks. Raises ValueError if `splits` is wrong, or if the p-net has no such list.
+    If `splits` names the first block of every stage except the first stage, the blocks are instead all children of the
+    module that contains the named blocks. Raises ValueError if `splits` is wrong, or if the p-net has no such list.
     """
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}
@@ -80,13 +80,13 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
 
 
 def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Divide blocks into stages so that the largest cost of a stage is minimal; return the bounds of the stages.
+    """Return the first block of each stage, and the number of blocks. The largest cost of a stage is minimal.
 
     >>> balanced_stages([1, 1, 1, 5], 2)
     (0, 3, 4)
     """
     n, sums = len(costs), [0.0, *accumulate(costs)]
-    # `best[n]` divides the first n blocks into the stages so far: the largest cost of a stage, and the bounds.
+    # `best[n]` is the best division of the first n blocks into the stages so far: (largest cost, first blocks and n).
     best = {0: (0.0, (0,))}
     for _ in range(stages):
         best = {
@@ -101,10 +101,10 @@ def stage_of(starts: Sequence[int], cell: int) -> int:
 
 
 def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
-    """Return the nodes whose values a stage receives: computed before the stage, and needed in or after the stage.
+    """Return the nodes whose values a stage receives: values of earlier stages that this stage or a later stage needs.
 
-    `starts` is a result of `balanced_stages`. Raises ValueError if a value is no tensor of a known shape, or if several
-    stages use a buffer that the forward changes.
+    `starts` is a result of `balanced_stages`. Raises ValueError if a value is not a tensor or has an unknown shape, or
+    if several stages use a buffer that the forward changes.
     """
     found = []
     for node in chain.nodes:
@@ -125,7 +125,7 @@ def crossing(chain: Chain, starts: Sequence[int], stage: int) -> list[fx.Node]:
 def stage_graph(
     chain: Chain, starts: Sequence[int], stage: int, received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> tuple[fx.Graph, list[Any]]:
-    """Return a stage's graph, and its inputs other than received values: constants, or indices of batch tensors."""
+    """Return a stage's graph, and the graph's inputs after `received`: constants, and indices of batch tensors."""
     here = {n for n in chain.nodes if n.meta["cell"] is not None and stage_of(starts, n.meta["cell"]) == stage}
     here |= {n for n in sent if n.meta["cell"] is None}
     for node in reversed(chain.nodes):
@@ -174,10 +174,10 @@ def trace_chain(
 ) -> Chain:
     """Trace the loss of a microbatch, `run(net, batch)`, as a graph. Fake tensors on `device` replace all tensors.
 
-    The graph is valid for batches whose tensors have the same shapes, and whose other values are equal. `net` is a copy
-    of the p-net, which `adapt` may change before the trace.
+    The graph is valid for all batches with the shapes of `batch`, and with its values that are not tensors. `net` is a
+    copy of the p-net, which `adapt` may change before the trace.
 
-    Raises ValueError if `torch.export` cannot trace the code, or if the blocks do not run in the order of `blocks`.
+    Raises ValueError if `torch.export` cannot trace `run`, or if the blocks do not run in the order of `blocks`.
     """
     place, mode = device or next(pnet.parameters()).device, FakeTensorMode(allow_non_fake_inputs=True)
     states = _states()
@@ -277,7 +277,7 @@ def _name_inputs(program: Any, firsts: Mapping[str, str]) -> None:
 
 def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping[str, str]) -> None:
     path = _modules_of(node)[-1]
-    # The path of a node is no module's name if a forward runs a slice of a list: then keep the operator.
+    # If a forward runs a slice of a list, `path` names no module: keep the operator instead of a call of the layer.
     layer, args = modules.get(path), dict(zip(_LAYERS.get(node.target, ()), node.args, strict=False))
     if not args or layer is None or layer_form(layer) is None or layer._forward_hooks or layer._forward_pre_hooks:
         return
@@ -292,7 +292,7 @@ def _call_layer(node: fx.Node, modules: Mapping[str, nn.Module], firsts: Mapping
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory an operator changes. A `torch.no_grad` block is one operator of the graph."""
+    """Return the nodes whose memory `node` changes. A `torch.no_grad` block is one node, with a graph of its own."""
     if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return [_memory(node.args[0])]  # pyright: ignore[reportArgumentType]
     found = []
@@ -316,7 +316,7 @@ def _memory(node: fx.Node) -> fx.Node:
 def _flops(node: fx.Node) -> int:
     if len(node.all_input_nodes) < 2 or not hasattr(node.target, "_schema"):
         return 0
-    # Do not count operators that need the values of tensors: they fail on the meta device.
+    # Operators that need the values of tensors fail on the meta device, and are not counted.
     with FlopCounterMode(display=False) as counter, suppress(RuntimeError, NotImplementedError):
         target: Any = node.target
         target(*map_arg(node.args, _on_meta), **map_arg(node.kwargs, _on_meta))

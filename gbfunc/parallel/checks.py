@@ -20,7 +20,7 @@ def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: 
     """Compare named tensors or texts between the ranks of an axis; all ranks of the axis must call.
 
     Raises:
-        ValueError: on every rank, if a rank differs from the first rank; the message lists what differs.
+        ValueError: on every rank, if a rank differs from the first rank; the message is `what` and the differences.
         CollectiveError: if a rank is missing.
     """
     ranks, names = mesh.axis(axis).ranks, sorted(named)
@@ -41,7 +41,7 @@ def check_equal(mesh: Mesh, named: Mapping[str, Tensor | str], what: str, axis: 
 
 
 def hash_of(x: Tensor | str) -> int:
-    """Return 63 bits of the BLAKE2 hash of a text, or of a tensor's dtype, shape and bytes."""
+    """Return a hash that fits into int64: 63 bits of BLAKE2, of a text or of a tensor's dtype, shape and bytes."""
     digest = hashlib.blake2b((x if isinstance(x, str) else f"{x.dtype} {tuple(x.shape)} ").encode(), digest_size=8)
     if isinstance(x, Tensor):
         digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -62,7 +62,7 @@ def text_of(options: Any) -> str:
 
 
 def _as_json(x: Any) -> Any:
-    # Compare names of classes, because the import of DTensor takes half a second.
+    # Compare the names of classes instead of calling `isinstance`: the import of DTensor takes half a second.
     bases = {base.__name__ for base in type(x).__mro__}
     if "ParallelStyle" in bases:
         return {"style": type(x), **vars(x)}

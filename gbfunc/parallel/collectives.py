@@ -2,10 +2,10 @@
 
 A gather stacks the rows of all ranks. A reduce-scatter sums over ranks; every rank gets its rows of the sum. The
 backward of a gather is a reduce-scatter, and vice versa, also in higher derivatives. Ranks may have different numbers
-of rows, or none: no padding is sent. One autograd node exchanges many tensors, so that all ranks use the same order.
+of rows, or none: no padding is sent. One autograd node sends many tensors, so that their order is equal on all ranks.
 
 On gloo, ranks exchange point-to-point messages, because gloo's reduce-scatter sends twice the bytes. Compiled graphs
-instead use gloo's all-to-all, which takes twice the time.
+instead use gloo's all-to-all, which takes twice as long as point-to-point messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ class _Exchange(NamedTuple):
     kind: Kind
     sizes: tuple[Sizes, ...]
     axis: Axis
-    mesh: Mesh | None  # Counts the bytes sent; None while a graph is compiled
+    mesh: Mesh | None  # The mesh that counts the sent bytes; None while torch compiles a graph
 
 
 def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, sizes: Sizes = ()) -> int:
-    """Return how many bytes a rank with `n_bytes` sends in a gather, a reduce-scatter, or an all-reduce along a ring.
+    """Return how many bytes a rank sends in a gather, reduce-scatter or ring all-reduce, if its tensor has `n_bytes`.
 
     >>> ranks = Axis("tensor", (0, 1, 2, 3), 1, None)
     >>> sent_bytes("gather", 40, ranks), sent_bytes("reduce_scatter", 40, ranks, (3, 1, 3, 3))

@@ -34,7 +34,7 @@ RunLoss = Callable[[Callable[..., Any], Any], Any]
 class Cell:
     """The costs of a cell (a block, or all layers before or after the blocks) in the forward of one microbatch."""
 
-    flops: float = 0.0  # Multiplications and additions
+    flops: float = 0.0  # Number of multiplications and additions
     moved: float = 0.0  # Bytes that operations read and write
     saved: float = 0.0  # Bytes of activations saved for backward, and of weights that a layer computes from factors
     sent: float = 0.0  # Bytes that a rank sends along the tensor axis in forward
@@ -44,8 +44,8 @@ class Cell:
     largest: float = 0.0  # Bytes of the largest saved tensor
     weights: float = 0.0  # Bytes of generated weights or factors that are stored until the end of the step
     graph: float = 0.0  # Bytes that autograd saves when the stored weights are generated
-    transient: float = 0.0  # Bytes of weights that are generated again for each use, with tensors that autograd saves
-    passing: float = 0.0  # Bytes of `transient` that belong to its largest weight
+    transient: float = 0.0  # Bytes of weights that each use generates again (`remat`), and of tensors saved for them
+    passing: float = 0.0  # Bytes of `transient` for the largest weight; only one weight at a time is in memory
     generation: float = 0.0  # Operations to generate weights, in forward and backward
 
 
@@ -55,7 +55,7 @@ def total(cells: Iterable[Cell]) -> Cell:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Runs attention as one fused operator, as devices do. On the meta device, torch would run matrix products."""
+    """Runs attention as one operator, as real devices do. On the meta device, torch would form the attention scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -72,7 +72,7 @@ class _Sent(torch.autograd.Function):
 
 
 class DryWire(Wire):
-    """A `Wire` for meta tensors that sends nothing. It calls `sent` with the bytes in forward and in backward."""
+    """A `Wire` for meta tensors that sends nothing. Moves call `sent` with the bytes of their forward and backward."""
 
     sent: Callable[[float, float], None]
 
@@ -107,8 +107,8 @@ def factor_shapes(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class DryRun(TorchDispatchMode):
     """Runs one rank's part of a p-net's forward. A call with a microbatch returns the costs of every cell.
 
-    `blocks` are the names of the blocks, in order. `tensor` splits the layers over ranks with a `DryWire`. The
-    attribute `forms` has the weights that stay factors, `shapes` the shape of this rank's piece of each split weight.
+    `blocks` are the names of the blocks, in order. `tensor` splits layers over ranks with a `DryWire`. The attribute
+    `forms` has the weights that layers apply as factors, `shapes` the shape of this rank's piece of each split weight.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class DryRun(TorchDispatchMode):
                 continue
             self.forms |= dict.fromkeys((t.name, *t.aliases), form)
             for key, (tiles, n, k) in zip(form.keys, factor_shapes(t.slots[0]), strict=False):
-                # Rows are the last dimension in memory, as in the factors that periodic g-nets generate.
+                # Rows are the last dimension in memory, as in factors of periodic g-nets, so that equal operators run.
                 shape = len(t.slots) * tiles, k, n
                 factor = torch.empty(shape, dtype=plan.dtype, device="meta").transpose(-1, -2)
                 self._weights[key] = factor.requires_grad_()
@@ -159,7 +159,7 @@ class DryRun(TorchDispatchMode):
         kwargs = kwargs or {}
         out, flops = func(*args, **kwargs), flop_registry.get(func._overloadpacket)
         cell = self._cells[self._at]
-        # Do not use torch's `FlopCounterMode`: its module hooks detach gradients that a forward computes.
+        # Do not use torch's `FlopCounterMode`: if a forward calls `autograd.grad`, the mode detaches the gradients.
         cell.flops += flops(*args, **kwargs, out_val=out) if flops else 0
         both: Any = (args, kwargs), out
         inputs, outputs = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)

@@ -35,7 +35,7 @@ class Gather(NamedTuple):
     counts: bool = True
 
     def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
-        """Return 0 tiles or factors that depend on the leaves, so that this rank's backward runs the collectives."""
+        """Return tensors of 0 tiles that depend on the leaves, so that this rank's backward runs the collectives."""
         anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
         rows, cols, *_ = e.dims
         if self.layout.as_factors(e):
@@ -46,8 +46,8 @@ class Gather(NamedTuple):
     def outputs(self, mine: Mapping[str, Tensor | Factors], sizes: Mapping[str, Sizes]) -> dict[str, Tensor | Factors]:
         """Gather the scaled tiles [tiles, rows, columns], or their factors, from all ranks, by name of the ensemble.
 
-        `mine` has the tiles that this rank generates, either of entire ensembles or of one matrix in each ensemble.
-        `sizes` has the number of tiles on every rank.
+        `mine` has this rank's tiles: all tiles of several ensembles or, with `remat="layer"`, the tiles of one matrix.
+        The result has the tiles of all ranks. `sizes` has the number of tiles on every rank.
         """
         ensembles = [e for e in self.layout.plan.ensembles if e.name in mine]
         sent = {e.name: self._sent(e, mine[e.name]) for e in ensembles}
@@ -76,13 +76,13 @@ def reduce_step(
     before: Mapping[str, Tensor],
     agreed: Entries,
 ) -> tuple[Tensor, Any, Params, Params, Tensor, Entries]:
-    """Average the results of a step over the global batch, in one all-reduce, or in two if leaves are split.
+    """Average the results of a step over the global batch, in one all-reduce, or in two if leaves are split over ranks.
 
-    `loss`, `aux` (more results of the loss function) and `buffers` were computed from this rank's rows; `rows` is their
-    number. `gradients` belong to `rows * loss`; for split leaves, they are already summed over the g-net axis.
+    `loss`, `aux` (more results of the loss function) and `buffers` were computed from the `rows` rows of this rank.
+    `gradients` are gradients of `rows * loss`. Gradients of split leaves are already summed over the axis `gnets`.
     Numbers and scalar tensors in `aux` are averaged; other values in `aux` are not exchanged. `before` has the buffers
-    to average, as they were before the step. `agreed` lists, for each value in the previous step's `aux`, its path and
-    whether it is averaged. If the entries of a rank differ from `agreed`, all ranks compare their entries.
+    to average, with their values before the step. `agreed` lists the entries of the previous step's `aux`: the path of
+    a value, and whether the value is averaged. If `aux` has other entries on a rank, all ranks compare their entries.
 
     Returns:
         Loss, aux, gradients, buffers, the norm of the full gradient, and the entries of aux.
@@ -95,7 +95,7 @@ def reduce_step(
     split = {k: g for k, g in gradients.items() if k in layout.split}
     if split:
         split = dict(zip(split, _sum_flat(layout, list(split.values()), "replicas"), strict=True))
-    # All ranks must get the same norm, which decides whether a step is skipped. So they must use the same dtype.
+    # The norm decides whether a step is skipped. So the norm, and thus its dtype, must be equal on all ranks.
     wide = any(g.dtype == torch.float64 for g in gradients.values())
     square = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=mesh.device)
     if mesh.axis("replicas").rank == 0:
@@ -108,7 +108,7 @@ def reduce_step(
     replicated = [k for k in gradients if k not in split]
     means = map(_wide, [loss, *known, *(decrease(x, buffers[k]) for k, x in before.items())])
     means = [x * rows if rows else torch.zeros_like(x) for x in means]
-    # If this rank's entries differ from `agreed`, send NaN instead of the number of rows. The sum is NaN on all ranks.
+    # If `entries` differ from `agreed`, send NaN as the number of rows: the sum is NaN, and all ranks compare entries.
     sent = torch.tensor(float(rows) if entries == agreed else math.nan)
     n, square, *sums = _sum_flat(layout, [sent, square, *means, *(gradients[k] for k in replicated)], "world")
     if n.isnan():
@@ -134,7 +134,7 @@ def reduce_step(
 
 
 def decrease(before: Tensor, after: Tensor) -> Tensor:
-    """Return `before - after`, and 0 where `before` and `after` are equal, even if they are infinite."""
+    """Return `before - after`. The result is 0 where both are equal, also where both are infinite (as in masks)."""
     return torch.where(after == before, torch.zeros_like(before), before - after)
 
 
@@ -147,10 +147,10 @@ def _number(x: Any) -> Tensor | None:
 
 
 def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the sum of the ranks' weights, and the weighted mean of each tensor over the ranks."""
+    """Return the sum of `weight` (such as a number of rows) over ranks, and the weighted means of `tensors`."""
     if layout.mesh.world == 1:
         return weight, tensors
-    # Send the weight in float32: with a float64 weight, all tensors would be sent in float64.
+    # `_sum_flat` sends all tensors in the widest dtype: a float64 weight would double the bytes of float32 tensors.
     weighted = (wide * weight.to(wide) for wide in map(_wide, tensors))
     total, *sums = _sum_flat(layout, [weight.float(), *weighted], "world")
     return total, [(x / total.to(x)).to(like.dtype) for x, like in zip(sums, tensors, strict=True)]
@@ -173,7 +173,7 @@ def _sum_flat(layout: Layout, tensors: list[Tensor], axis: AxisName) -> list[Ten
 
 
 def shard_state(layout: Layout, state: Any) -> Any:
-    """Return this rank's part of a full state: only this rank's rows of split leaves and of their optimizer state."""
+    """Return the training state with only this rank's rows of the split leaves and of these leaves' optimizer state."""
     check_genome(layout.plan, state)
     if not layout.sharded:
         return state
@@ -195,7 +195,7 @@ def gather_state(layout: Layout, state: Any) -> Any:
     sizes = [n if flat[name].ndim else (1,) * len(n) for name, n in zip(split, tiles, strict=True)]
     pieces = [torch.atleast_1d(flat[name].detach()).to(layout.mesh.device) for name in split]
     for name, n_tiles, gathered in zip(split, tiles, all_gather(layout.mesh, pieces, sizes), strict=True):
-        # A scalar (such as Adam's step) is the same on all ranks that have rows: take the first.
+        # A scalar (such as Adam's step) is equal on all ranks that have tiles of the leaf: take the first rank's.
         x = flat[name]
         flat[name] = (gathered if x.ndim else gathered[next(r for r, n in enumerate(n_tiles) if n)]).to(x.device)
     return unflatten_tree(flat, state)

@@ -50,7 +50,7 @@ def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
 
 
 class Axis(NamedTuple):
-    """The ranks that communicate with this rank along an axis: only their position on this axis differs."""
+    """The ranks with which this rank communicates along an axis: on all other axes, their position is this rank's."""
 
     name: AxisName
     ranks: tuple[int, ...]  # Global ranks
@@ -108,7 +108,7 @@ class Mesh:
         ranks, key = next(tuple(line) for line in lines if self.rank in line), str(lines)
         if key not in groups:
             groups[key] = None
-            if _initialised() and len(ranks) > 1:  # Otherwise, nothing is sent along this axis
+            if _initialised() and len(ranks) > 1:  # A single rank sends nothing along this axis
                 limit = timedelta(seconds=self.timeout)
                 world = len(ranks) == self.world
                 groups[key] = dist.group.WORLD if world else dist.new_subgroups_by_enumeration(lines, timeout=limit)[0]
@@ -125,7 +125,7 @@ class Mesh:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Return a context whose collectives are not counted in `traffic`, for checks outside of the usual step."""
+        """Return a context whose collectives are not counted in `traffic`, for checks that few steps need."""
         before = self.traffic.copy()
         try:
             yield
@@ -139,7 +139,7 @@ class Mesh:
     def shard_batch(self, batch: Any) -> Any:
         """Return this rank's shard of a batch, a pytree of tensors whose first dimension is divided over ranks.
 
-        Ranks along the data and g-net axes get different rows. If r rows remain, the first r shards get one more row.
+        Ranks along the data and g-net axes get different rows: equally many, or the first shards get one row more.
         Ranks along the tensor and pipeline axes get the same rows. If a shard is empty, a step computes the loss of a
         row of zeros, with weight 0. Scalars and values that are not tensors are copied to every shard.
 

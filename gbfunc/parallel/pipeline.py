@@ -4,7 +4,7 @@
 
 A rank has only the weights of its blocks. `gbfunc.parallel.chain` traces `loss_fn(net, batch)` as one graph and cuts
 the graph before every stage. A stage sends all values that later stages need, including integers and masks. Layers
-stay modules in the graph, so that they may use factors instead of dense weights.
+stay modules in the graph, so that layers may use factors instead of dense weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Stage(nn.Module):
 
     def forward(self, received: Tensor) -> Tensor:
         out = self.pipeline.call(self.index, received)
-        # Make the output depend on the input: otherwise torch's zero-bubble schedule would give no gradients here.
+        # Make the output depend on the input. Otherwise torch's zero-bubble schedule gives this stage no gradients.
         return out + received[:0].sum().abs() if self.pipeline.order == "zbv" else out
 
 
 class Parcel:
-    """Packs all values for the next stage into one vector, which is one message. Integers and masks become bytes."""
+    """Packs all values for the next stage into one vector, for one message. Integers and masks are sent as bytes."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes, values = nodes, [node.meta["val"] for node in nodes]
@@ -68,7 +68,7 @@ class Parcel:
             if differentiable(like.dtype):
                 x = x.real if x.is_complex() and not like.is_complex() else x
                 x = x.reshape(like.shape).to(like.dtype)
-                # Torch's zero-bubble schedule can send only contiguous gradients.
+                # Make the gradient contiguous: torch's zero-bubble schedule cannot send other gradients.
                 x.register_hook(Tensor.contiguous)
             else:
                 x = x.detach().view(torch.uint8)[: like.nbytes].clone().view(like.dtype).reshape(like.shape)
@@ -117,7 +117,7 @@ class Pipeline:
         self._plans: dict[Any, _Plan] = {}
 
     def prepare(self, loss_fn: Callable[[Any, Any], Any], microbatch: Any, like: nn.Module | None = None) -> None:
-        """Trace the loss of a microbatch, if its shapes are new. Layers have their training modes from `like`."""
+        """Trace the loss of a microbatch, if its shapes are new. Each layer takes its training mode from `like`."""
         device, leaves, net = self.mesh.device, tree_leaves(microbatch), like or self._pnet
         key = tuple((path, (x.shape, x.dtype) if isinstance(x, Tensor) else x) for path, x in leaves)
         key = torch.is_autocast_enabled(device.type), any(module.training for module in net.modules()), key
@@ -181,7 +181,7 @@ class Pipeline:
         return tree_unflatten([next(computed) if isinstance(x, fx.Node) else x for x in leaves], structure)
 
     def run(self, call: Callable[[int, Tensor], Tensor], leaves: Params) -> dict[str, Tensor]:
-        """Run `call(stage, received)` for all microbatches. Return the gradients of `leaves`, summed over them."""
+        """Run `call(stage, received)` for each microbatch. Sum the gradients of `leaves` over the microbatches."""
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._current.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]
@@ -196,7 +196,7 @@ class Pipeline:
                     "torch's zero-bubble schedule cannot divide the backward of a recurrent layer, or of a parameter "
                     "that several blocks of a stage use: take another pipeline= than 'zbv'"
                 ) from error
-            # Raise the error of the stage, the cause: torch's own error says only which schedule failed.
+            # Raise the stage's error, the cause of torch's error, which says only which schedule failed.
             if error.__cause__ is None or isinstance(error, ConnectionError):
                 raise
             raise error.__cause__ from None

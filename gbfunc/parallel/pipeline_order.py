@@ -29,7 +29,7 @@ in the shape of a V).
 
 
 def schedule_class(order: str) -> Any:
-    """Return torch's schedule class for an order; raise ValueError if torch lacks the class or `scale_grads`."""
+    """Return torch's schedule class for an order; raise ValueError if torch is too old to have the class."""
     from torch.distributed import pipelining
 
     kind = getattr(pipelining, SCHEDULES[order], None)
@@ -57,7 +57,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
     class Order(schedule_class(order)):
         def _prepare_schedule_with_comms(self, *_: Any, **__: Any) -> None:
-            """Do not plan messages between ranks, which would take most of the time."""
+            """Skip torch's planning of messages between ranks, which is not needed and takes most of the time."""
 
     n = 2 * ranks
     about = {"num_stages": n, "group_size": ranks, "group_rank": 0, "submod": None}
@@ -71,7 +71,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """For each state of a rank in a step, return the number of microbatches with stored activations, per stage."""
+    """Return how many microbatches have activations in memory, per stage of a rank, at all possible peaks of a step."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()

@@ -9,7 +9,7 @@ F bytes. In each step, a rank sends these bytes and performs these operations to
   of leaves that are not split; 1/S of the operations;
 * factors: as sharded, but with F instead of W; 1/S of the operations to generate factors, and all products of factors.
 
-If layers apply factors instead of weights (`lazy`), no product is counted, except in the placement "sharded".
+If layers apply factors instead of weights (`lazy`), products of factors count only in the placement "sharded".
 """
 
 import math
@@ -31,7 +31,7 @@ PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
 
 
 class Layout:
-    """The placement of a genome. In a step, ranks gather tiles ("sharded"), factors, or nothing ("replicated")."""
+    """The placement of a genome. In a step, "sharded" gathers tiles, "factors" factors, and "replicated" nothing."""
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
         self.plan, self.mesh = plan, mesh
@@ -68,7 +68,7 @@ class Layout:
 
 
 def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
-    """Return the number of tiles on every rank along the g-net axis, for each ensemble that has leaves."""
+    """Return {ensemble: number of tiles on every rank along the axis `gnets`}, without ensembles that have no leaf."""
     sizes, turn = {}, 0
     for e in plan.ensembles:
         if e.leaves:
@@ -81,7 +81,7 @@ def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
 def gather_bytes(
     plan: Plan, gnets: int, placement: Placement, itemsize: int, names: Collection[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Return the bytes that each rank sends for the ensembles `names`: (to gather tiles, to sum their gradients)."""
+    """Return what each rank sends for the ensembles `names`: (bytes to gather tiles, bytes to sum tiles' gradients)."""
     shares, sent = tile_shares(plan, gnets), [(0, 0)] * gnets
     for e in plan.ensembles:
         if e.leaves and (names is None or e.name in names):
@@ -92,7 +92,7 @@ def gather_bytes(
 
 
 def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
-    """Divide tiles over ranks. If n tiles remain, rank `turn` and the n - 1 ranks after it (cyclically) get one more.
+    """Divide tiles equally over ranks. Surplus tiles go to rank `turn` and the ranks after `turn` (cyclically).
 
     >>> shares_of(7, 3, 0), shares_of(7, 3, 1), shares_of(1, 4, 2)
     ((3, 2, 2), (2, 3, 2), (0, 0, 1, 0))
@@ -102,7 +102,7 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """Return the weights' dtype if tiles can be sent in it with fewer bytes than in the genome's dtype, else None."""
+    """Return the narrow dtype of the weights if tiles are sent in this dtype, None if in the genome's dtype."""
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
     if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:
@@ -125,7 +125,7 @@ class Cost(NamedTuple):
 
 
 def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy: bool = False) -> Cost:
-    """Return the cost of a placement on `data` x `gnets` ranks; with `lazy`, layers may apply factors."""
+    """Return the cost of a placement on `data` x `gnets` ranks. With `lazy`, layers may apply factors, not weights."""
     item, total = plan.dtype.itemsize, plan.genome_params
     ensembles = [e for e in plan.ensembles if e.leaves]
     flops = sum(map(flops_of, ensembles))

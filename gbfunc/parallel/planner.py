@@ -2,7 +2,7 @@
 
 The time is the sum of operations / `flops`, bytes read and written / `bandwidth`, bytes sent / `link`, a constant per
 operator, a constant per message, and the idle time of the pipeline. Backward has twice the operations of forward.
-Computations and messages do not overlap. `gbfunc.parallel.dry_run` measures the costs of every block.
+Computations and messages do not overlap. `DeviceSpec` has the speeds, and a `DryRun` counts the costs of every block.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DeviceSpec:
 
 
 class LayoutPlan(NamedTuple):
-    """A layout and its costs."""
+    """The estimated costs of a layout: sizes of the mesh's axes, and options of the training step."""
 
     layout: RankLayout
     memory: Mapping[str, float]  # {use, such as "activations": bytes}, on the rank that needs most memory
@@ -77,7 +77,7 @@ class LayoutPlan(NamedTuple):
 
 
 class ParallelPlan(NamedTuple):
-    """The possible layouts of some ranks and, for comparison, the costs of training the dense p-net with FSDP."""
+    """The possible layouts of `ranks` ranks and, for comparison, the costs of training the dense p-net with FSDP."""
 
     ranks: int
     device: DeviceSpec
@@ -87,7 +87,7 @@ class ParallelPlan(NamedTuple):
     dense_sent: float  # Bytes that a rank sends in a step with FSDP
 
     def report(self, most: int = 20) -> str:
-        """Return a table of the fastest layouts with options of `gbfunc train`, refused layouts, and FSDP's costs."""
+        """Return a table of the `most` fastest layouts (options of `gbfunc train`), refused layouts, FSDP's costs."""
         lines = [f"{'seconds':>9}{'bubble':>8}{'memory':>9}{'sent':>9}  options"] if self.fits else []
         for p in self.fits[:most]:
             sizes = f"{_size(p.peak):>9}{_size(sum(p.sent.values())):>9}"
@@ -180,13 +180,13 @@ def _call(net: Callable[..., Any], batch: Any) -> Any:
 
 def _costed(model: Model, device: DeviceSpec, layout: RankLayout) -> LayoutPlan:
     (memory, all_sent, stages, hidden), p, m = model.footprint(layout), layout.sizes["pipeline"], layout.microbatches
-    compute, generate = list[float](), list[float]()  # Seconds of every stage: per microbatch, and per step
+    compute, generate = list[float](), list[float]()  # Seconds of each stage per microbatch; of its g-nets per step
     for cell in stages:
         work = cell.flops / device.flops + cell.moved / device.bandwidth + cell.operators * device.overhead
         sent = (cell.sent + cell.sent_back) / device.link + cell.messages * device.latency
         compute.append(3 * work + sent)
         moved = 6 * (cell.weights + cell.transient)  # A step reads or writes each weight six times
-        repeats = 4 / 3 * m if layout.remat == "layer" else 1.0  # Forward (1/3 of the work) runs twice
+        repeats = 4 / 3 * m if layout.remat == "layer" else 1.0  # Per microbatch, forward (1/3 of the work) runs twice
         generate.append(repeats * (cell.generation / device.flops + moved / device.bandwidth))
     busy = [m * sum(compute[s] for s in mine) + sum(generate[s] for s in mine) for mine in layout.stages]
     # `waits` is the idle time of a pipeline, in units of the busiest rank's time for one microbatch. `hops` is the time

@@ -51,7 +51,7 @@ class RankLayout(NamedTuple):
 
     @property
     def order(self) -> str:
-        return self.schedule or "1f1b"  # Without a pipeline, microbatches are computed one after another
+        return self.schedule or "1f1b"  # Without a pipeline, backward also follows the forward of each microbatch
 
     @property
     def stages(self) -> list[list[int]]:
@@ -112,7 +112,7 @@ class Model:
         return ""
 
     def layouts(self, ranks: int, microbatches: int | None) -> Iterator[tuple[list[RankLayout], str]]:
-        """Yield layouts that differ only in the number of microbatches, and the reason why they cannot run, or ""."""
+        """Yield (layouts that differ only in the number of microbatches, the reason why they cannot run or "")."""
         divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
         for tensor in divisors:
             sizes = {"data": 1, "pipeline": 1, "gnets": 1, "tensor": tensor}
@@ -124,7 +124,7 @@ class Model:
                 sizes = sizes | {"data": shards, "pipeline": pipeline}
                 for schedule in SCHEDULES if pipeline > 1 else (None,):
                     tried = [microbatches] if microbatches else [pipeline * 2**i for i in range(4 if schedule else 8)]
-                    # Without a pipeline, microbatches may differ in size. Interleaved stages need equal rounds.
+                    # Without a pipeline, microbatches may differ in size. In "interleaved", rounds have equal lengths.
                     uneven = schedule is None and ranks > 1
                     numbers = [m for m in tried if pipeline <= m <= rows and (uneven or rows % m == 0)]
                     numbers = [m for m in numbers if schedule != "interleaved" or m % (m // pipeline) == 0]
@@ -143,14 +143,14 @@ class Model:
         for placement, gnets in [(PLACEMENTS[0], 1), split][: 1 + (shards > 1)]:
             sizes = sizes | {"data": shards // gnets, "gnets": gnets}
             yield [RankLayout(sizes, placement, schedule, m) for m in numbers]
-            # Recomputation changes the costs only if some weights do not stay factors. With a split genome, every
-            # microbatch would gather the tiles of these weights again, so only one microbatch is tried.
+            # Recomputation (`remat`) changes the costs only if some weights are formed. With a split genome, every
+            # microbatch would gather the tiles of formed weights again, so only one microbatch is tried.
             some = [m for m in numbers if m == 1 or gnets == 1]
             if some and any(w.transient for w in self.generated(1, lazy and gnets == 1, True, 1).values()):
                 yield [RankLayout(sizes, placement, schedule, m, "layer") for m in some]
 
     def dry(self, tensor: int, factored: bool) -> DryRun:
-        """Return a rank's `DryRun` with layers split over `tensor` ranks; ValueError if layers cannot be split."""
+        """Return a rank's `DryRun` with layers split over `tensor` ranks, or raise ValueError if this is impossible."""
         parallel = None
         if tensor > 1:
             styles = resolve(self.pnet, tensor_styles(self.pnet)) if self._styles is None else self._styles
@@ -161,7 +161,7 @@ class Model:
         return self.dry(tensor, factored)(self.run, self._batch(rows))
 
     def generated(self, tensor: int, factored: bool, remat: bool, gnets: int) -> dict[str, Cell]:
-        """Return {generated parameter: its cost on a rank}, if layers are split over `tensor` ranks."""
+        """Return {generated parameter: costs on a rank}, with layers split over `tensor` ranks, g-nets over `gnets`."""
         dry, plan, costs, flops = self.dry(tensor, factored), self.plan, dict[str, Cell](), dict[int, float]()
         for e in plan.ensembles:
             for span in e.spans:
@@ -175,8 +175,8 @@ class Model:
                 continue
             numel = math.prod(dry.shapes.get(t.name, t.shape))
             share = numel / max(1, t.numel)
-            # If the genome is split, a rank stores entire tiles, also for a split weight. `graph` has the bytes that
-            # PyTorch's operators save for backward; compiled kernels on a CPU save fewer.
+            # With a split genome, a rank stores all gathered tiles, although it uses only a piece of a split weight.
+            # `graph` has the bytes that torch's operators save for backward. Compiled kernels on a CPU save fewer.
             kept = (t.numel if gnets > 1 and not remat else numel) * DTYPES[t.dtype].itemsize
             graph = 2 * _SINES * factors * (share if gnets == 1 else 1 / gnets)
             transient = dict.fromkeys(("transient", "passing"), kept + graph)
@@ -189,21 +189,21 @@ class Model:
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:
-        """Return the bytes per row that each of n stages receives, and then 0: no stage receives the loss."""
+        """Return the bytes per row that each of n stages receives, and then 0, because no stage receives the loss."""
         parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
     def stages(self, n: int) -> list[frozenset[int]]:
-        """Return the cells of each of n stages. Layers before and after the blocks are in the first and last stage."""
+        """Return the indices of the cells of n stages. Layers before and after the blocks are in the outer stages."""
         starts = [0, *(start + 1 for start in self.starts(n)[1:-1]), len(self.blocks) + 2]
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 
     def weights(self, used: frozenset[int], *options: Any) -> Cell:
-        """Return the total cost of the parameters that the cells `used` need. `options` are passed to `generated`."""
+        """Return the total costs of generated parameters that the cells `used` need, with `options` of `generated`."""
         return total(cell for name, cell in self.generated(*options).items() if self._places[name] & used)
 
     def footprint(self, layout: RankLayout) -> tuple[dict[str, float], dict[str, float], list[Cell], float]:
-        """Return the most memory (by use) and traffic (by axis) of a rank, costs of stages, and the largest message."""
+        """Return {use: bytes} on the fullest rank, {axis: most bytes sent}, costs of stages, the largest message."""
         sizes, m, mine = layout.sizes, layout.microbatches, layout.stages
         p, t, gnets, remat = sizes["pipeline"], sizes["tensor"], sizes["gnets"], layout.remat == "layer"
         factored = self.lazy is not False and (gnets == 1 or (layout.placement == "factors" and not remat))

@@ -1,4 +1,4 @@
-"""Predefined styles of tensor parallelism for known p-nets, and padding of a vocabulary for the number of ranks.
+"""Predefined styles of tensor parallelism for known p-nets, and padding of a vocabulary to a multiple of the ranks.
 
 Layers of queries, keys and values, and the first layers of MLPs, are column parallel, so that each rank has entire
 attention heads. Output layers of attention and the last layers of MLPs are row parallel. The embedding and the last

@@ -128,7 +128,7 @@ class TensorParallel:
     def _split(self, name: str, module: Any, style: Any) -> Split:
         flipped = transposed(module)
         rows, cols = module.weight.shape[::-1] if flipped else module.weight.shape
-        # An embedding has a row per word, and torch calls an embedding that is split over words row parallel.
+        # `ColwiseParallel` splits rows of a linear weight [out, in], but columns of an embedding [words, width].
         by_rows = isinstance(style, ColwiseParallel) != isinstance(module, nn.Embedding)
         parts, length = 1, rows if by_rows else cols
         if isinstance(style, PackedColwiseParallel):
@@ -157,7 +157,7 @@ class TensorParallel:
         return *full[:dim], sizes[self._rank], *full[dim + 1 :]
 
     def adapt(self, skeleton: nn.Module) -> frozenset[str]:
-        """Install the parallel layers in a copy of the p-net; return the names of parameters that become pieces."""
+        """Install the parallel layers in a copy of the p-net; return the names of parameters that ranks divide."""
         for name, style in self._styles.items():
             module = skeleton.get_submodule(name)
             if name in self._splits:
@@ -185,7 +185,7 @@ class TensorParallel:
                 )
             words = isinstance(layer, nn.Embedding)
             features = split.out if words or split.by_rows else split.into
-            # An embedding that is split over words returns rows of the full width, so its shape stays.
+            # An embedding that is split over words returns rows of the full width: do not shrink the weight.
             if isinstance(features, Shard) and not (words and split.by_rows):
                 for key, dim in split.dims.items():
                     full = getattr(layer, key)
@@ -236,7 +236,7 @@ class TensorParallel:
         self.by_class = isinstance(placement, Shard) and not split
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Return the context for backward: `loss_parallel` if the output's classes are split, otherwise empty."""
+        """Return the context for backward: `loss_parallel` if classes of the output are split, else a null context."""
         # The caller may have entered `loss_parallel`, which torch cannot nest: do not enter again.
         handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
         active = torch.ops.aten._log_softmax.default in handlers
@@ -262,13 +262,13 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Make DTensors of pieces. Divide gradients that are equal on all ranks, because ranks sum them later."""
+        """Make DTensors of pieces. Divide gradients that are equal on all ranks by `ranks`, because a sum follows."""
         placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, key = name.rpartition("_form.")
             if name in self._placements:
                 placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
-            # If each rank uses a different piece of a weight, do not divide the weight's gradient.
+            # If each rank uses a different piece of a weight, gradients differ: do not scale them.
             elif x.requires_grad and (weight not in self.pieces or key in ("left", "right")):
                 seen = None
                 if self._compared is not None and not weight and name.rpartition(".")[0] not in self._splits:
@@ -318,5 +318,5 @@ class _AsDTensor(torch.autograd.Function):
         if isinstance(ctx.placement, Shard) and found != ctx.placement:
             grad, found = grad.redistribute(placements=(ctx.placement,)), ctx.placement
         local = grad.to_local()
-        # Ranks sum this gradient later. If it is replicated (equal on all ranks), divide by their number before.
+        # Ranks sum this gradient later. If the gradient is equal on all ranks, divide by the number of ranks before.
         return (local / ctx.ranks if isinstance(found, Replicate) else local), None, None, None

@@ -65,7 +65,7 @@ def _dense(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _thin(layer: Any, batch: int, width: int, sent: bool) -> tuple[Tensor, Tensor] | None:
-    """Return the factors if they are faster than the weight, otherwise None. With `sent`, also count messages."""
+    """Return factors if the layer is faster with factors than with its weight, else None. `sent` counts messages."""
     own, split = weight_of(layer, "weight"), layer.split
     if own is None or not isinstance(form := own.form, FactoredWeight) or own.formed is not None:
         return None
@@ -93,8 +93,8 @@ def _by_rows(layer: Any, input: Tensor) -> Any:
     if factors is None:
         y = _dense(layer, wire.move(x, *move), bias)
         return _outgoing(split, y, Shard(y.ndim - 1), split.sizes)
-    # `TensorParallel.place` divides gradients of factors by the number of ranks, because ranks sum gradients later. If
-    # every rank has a different summand of a gradient, multiply by the number of ranks to undo the division.
+    # `TensorParallel.place` divides gradients of factors by the number of ranks, for the later sum over ranks.
+    # Multiply a gradient by the number of ranks where each rank computes only a summand of the gradient.
     replicated = isinstance(at, Replicate) and x.requires_grad
     left, right = factors
     thin = thin_product(x, right if replicated else scale_gradient(right, wire.axis.size), (0, width))
@@ -119,7 +119,7 @@ def _by_columns(layer: Any, input: Tensor) -> Any:
     else:
         summand = thin_product(x, scale_gradient(factors[1], wire.axis.size), cols)
     y, at, sizes = _summed(split, summand)
-    # If the output is split by rows, ranks have different summands of the gradients of left factor and bias.
+    # If rows of y are split, each rank computes a summand of the gradients of left factor and bias (see `_by_rows`).
     factor = float(wire.axis.size) if isinstance(at, Shard) else 1.0
     if factors is not None:
         y = from_thin(y, scale_gradient(factors[0], factor), ((0, rows),))
@@ -159,7 +159,7 @@ def _summed(split: Split, summand: Tensor) -> tuple[Tensor, Any, Sizes]:
 
 
 def _incoming(split: Split, input: Tensor, last: bool = False) -> tuple[Tensor, Any, Sizes]:
-    """Return this rank's part of an input, and its placement. If the input is split, also return all ranks' lengths."""
+    """Return the local input, its placement, and all ranks' lengths. With `last`, only the features may be split."""
     wire = split.wire
     if isinstance(input, DTensor):
         at = input.placements[0]

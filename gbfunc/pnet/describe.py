@@ -33,7 +33,7 @@ _OWN = frozenset({*vars(nn.Module()), "_flat_weights"})
 class ParameterInfo(NamedTuple):
     """A parameter of a p-net. `aliases` are further names of a tied parameter; `name` is the first name.
 
-    `module` is the layer (not a parametrization) that uses the parameter, under the name `attribute`.
+    `module` is the layer that uses the parameter as its `attribute`, also if a parametrization stores the parameter.
     """
 
     name: str
@@ -130,7 +130,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def eval_mode_warning(pnet: nn.Module) -> str | None:
-    """Return a warning if all dropout layers and norms with running statistics are in eval mode, otherwise None."""
+    """Return a warning if training would use no dropout and no batch statistics (eval mode), otherwise None."""
     layers = [module for module in pnet.modules() if _trains_otherwise(module)]
     if not layers or any(module.training for module in layers):
         return None
@@ -175,13 +175,13 @@ def buffers_of(pnet: nn.Module) -> dict[str, tuple[Tensor, bool]]:
 
 
 def keep_statistics(net: nn.Module, frozen: Collection[str]) -> list[nn.Module]:
-    """Switch the layers whose running statistics are named in `frozen` to evaluation mode, and return them."""
+    """Freeze the running statistics that `frozen` names: switch their layers to eval mode. Return these layers."""
     names = (name.rpartition(".") for name in frozen)
     return [net.get_submodule(layer).eval() for layer, _, attribute in names if attribute in _STATISTICS]
 
 
 def without_sparse(net: nn.Module, names: Collection[str]) -> None:
-    """Switch off sparse gradients of the embeddings with these weights: generated weights need dense gradients."""
+    """Switch off `sparse` of embeddings with weights in `names`, because generated weights need dense gradients."""
     for name, layer in net.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and f"{name}.weight".lstrip(".") in names:
             layer.sparse = False
@@ -202,7 +202,7 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
     for module in pnet.modules():
         # Detach activations that a forward stored as attributes: `deepcopy` cannot copy tensors with a graph.
         memo |= {id(x): x.detach() for x in vars(module).values() if isinstance(x, Tensor) and not x.is_leaf}
-        # Do not copy packed weights of a quantised base, because they never change.
+        # Share the packed weights of a quantised base with the copy, because packed weights never change.
         memo |= {id(x): x for x in vars(module).values() if isinstance(x, torch.ScriptObject)}
     try:
         net = copy.deepcopy(pnet, memo)
@@ -215,7 +215,7 @@ def copy_with(pnet: nn.Module, replace: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def with_weights(pnet: nn.Module, weights: TensorMap, buffers: TensorMap, *, bare: Collection[str] = ()) -> nn.Module:
-    """Copy the module with these tensors, which are cloned unless named in `bare`. Tied tensors stay tied."""
+    """Copy the module with `weights` and `buffers`, which are cloned unless named in `bare`. Tied tensors stay tied."""
     tensors = {**weights, **buffers}
 
     def copied(name: str, own: Tensor) -> Tensor:

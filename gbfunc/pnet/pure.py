@@ -22,13 +22,13 @@ from gbfunc.types import Params, TensorMap
 class PureNet:
     """A p-net as a pure function: `call(weights, buffers, *args, **kwargs)`.
 
-    If the p-net replaces a buffer, a call puts the new tensor into the dict `buffers`. Pass clones, because the p-net
-    may change tensors in place. The training mode is the p-net's mode at construction. Calls of threads take turns.
+    If the p-net replaces a buffer, a call puts the new tensor into the dict `buffers`. Pass clones, because the
+    p-net may change buffers in place. The training mode is the mode at construction. One thread runs a call at a time.
 
     Args:
         pnet: the p-net, which is not changed.
-        forms: the forms of weights that are not dense tensors, by name. Instead of such a weight, calls pass the form's
-            inputs, such as factors, under the names `keys` of the form.
+        forms: {name of a weight: how layers compute with other tensors, such as factors}. Instead of the weight, calls
+            pass these tensors, under the names `keys` of the form.
         adapt: a function that changes the skeleton. It returns names of parameters whose shapes are not checked.
         frozen: the base, if any. Calls do not pass the base's buffers. The base's batch norms stay in evaluation mode.
 
@@ -63,7 +63,7 @@ class PureNet:
 
     @property
     def dense_reads(self) -> dict[str, int]:
-        """How often the p-net read a weight of `forms` as a dense tensor: `{name: number}`, without zeros."""
+        """How often the p-net read a weight of `forms` as a dense tensor: `{name: number > 0}`."""
         return {form.name: form.reads for form in self._forms if form.reads}
 
     def __call__(self, weights: TensorMap, buffers: Params, /, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class PureNet:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Return a context in which calls leave their tensors in the p-net. Layers can then run again in backward."""
+        """Return a context in which tensors stay in the p-net after a call, so that backward can run layers again."""
         with self._lock:
             before, outer = self._values(), self._modes
             self._modes = [module.training for module in self._modules]
@@ -128,7 +128,7 @@ class PureNet:
                 holder, key = self._holders[name]
                 buffers[name] = holder[key]
                 if self._modes is not None:
-                    # A layer that runs again in backward would update the buffer twice: let the layer update a copy.
+                    # A layer that backward runs again would update the buffer twice: the second run updates a copy.
                     holder[key] = buffers[name].detach().clone()
             if self._modes is None:
                 self._set(before)
@@ -154,7 +154,7 @@ class PureNet:
 
 
 def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm]) -> list[tuple[str, Any, str, bool]]:
-    """List where a skeleton stores tensors: (name, dict, key, False), or (name, layer, attribute, True) for `forms`."""
+    """List where each tensor is: (name, dict, key, False), or (name, layer, attribute, True) for names in `forms`."""
     first: dict[int, str] = {}
     places, seen = [], set[tuple[int, str]]()
     for name, tensor in named_tensors(pnet, ties=True):
@@ -169,7 +169,7 @@ def _places(pnet: nn.Module, skeleton: nn.Module, forms: Mapping[str, WeightForm
         else:
             holder = module._parameters if key in module._parameters else module._buffers
             places.append((original, holder, key, False))
-    # Add the other entries of `forms`: deltas of layers that hide their weight, which are no parameters.
+    # Add names in `forms` that are no parameters: deltas of layers that hide their weight (quantised layers).
     for name in forms.keys() - {name for name, _ in named_tensors(pnet, ties=True)}:
         path, _, key = name.rpartition(".")
         places.append((name, skeleton.get_submodule(path), generated_attribute(key), True))
