@@ -21,12 +21,12 @@ __all__ = ["main"]
 
 
 class Stopped(BaseException):
-    """Ends the command after a signal: (number, message). A BaseException, so that `except Exception` lets it pass."""
+    """Ends the command after a signal: (signal, message). A BaseException, which `except Exception` does not catch."""
 
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None], *signums: int) -> Iterator[None]:
-    """Return a context in which `handler` handles the signals `signums`; outside the main thread, change nothing."""
+    """Let `handler` handle signals in a context. Python allows this in the main thread; elsewhere, change nothing."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {signum: signal.signal(signum, handler) for signum in signums if is_main}
     try:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     heard = {signum for signum in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(signum) != signal.SIG_IGN}
     try:
-        # During imports, a signal ends the process at once: an exception could leave a library half imported.
+        # During imports, a signal ends the process at once: an exception could leave a package half imported.
         with handling(_end, *heard):
             from gbfunc.cli.parser import parse
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gbfunc: {words}", file=sys.stderr)
         return 128 + signum
     except BrokenPipeError:
-        # The program after the pipe (such as `| head`) has ended. Discard buffered output, which would raise at exit.
+        # The program that reads the output (`| head`) has ended. Discard buffered output, which would raise at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError, FloatingPointError, MemoryError, RuntimeError) as error:
         # torch raises RuntimeError if the memory is full. Any other RuntimeError is a bug: show its traceback.

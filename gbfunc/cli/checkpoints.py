@@ -25,14 +25,14 @@ FOLDER = "checkpoints"
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one training, with the three methods that `gbfunc.tasks.training.fit` calls."""
+    """The checkpoints of one training. `gbfunc.tasks.training.fit` calls `resume`, `due` and `save`."""
 
     train_step: TrainStep
     steps: int  # Total number of training steps
     settings: JSON  # Settings that must not change when a training is resumed
     source: Path | None  # File or folder to resume from; None starts a new training
     output: CheckpointOptions
-    unit: int  # Checkpoints are possible only after multiples of this number of steps
+    unit: int  # Number of steps after which a training can resume: 1, or the steps of an epoch
     writer: gb.Checkpointer | None = None  # Writes checkpoints; None saves nothing
     signals: list[int] = field(default_factory=list)  # Signals received so far
 
@@ -81,7 +81,7 @@ class Checkpoints:
         self.signals.append(signum)
 
     def due(self, steps: int) -> bool:
-        """Return whether to save a checkpoint now. All ranks must call after every step, and get the same answer."""
+        """Return, equally on all ranks, whether to save a checkpoint. All ranks must call `due` after every step."""
         if self.writer is None or steps % self.unit:
             return False
         assert self.output.checkpoint_every is not None
@@ -103,7 +103,7 @@ class Checkpoints:
         try:
             self.writer.save(state, {"settings": self.settings, "position": saved})
         except OSError as error:
-            # The error belongs to the previous checkpoint. There may be space on the disk by now, so go on.
+            # The previous checkpoint, written in the background, failed. The present checkpoint may succeed, so go on.
             tell(f"warning: {error}")
         signum, path = next(iter(self.signals), None), None
         try:
@@ -121,7 +121,7 @@ class Checkpoints:
 def checkpoints(
     options: RunOptions, settings: JSON, steps: int, unit: int, train_step: TrainStep
 ) -> Iterator[Checkpoints | None]:
-    """Open a training's checkpoints. In this context, SIGINT or SIGTERM stops the training after a checkpoint."""
+    """Yield a training's checkpoints, if any. With --checkpoint-every, a signal saves one and stops the training."""
     output = options.output
     if not isinstance(output, CheckpointOptions) or (output.checkpoint_every, output.resume) == (None, None):
         yield None
@@ -137,7 +137,7 @@ def checkpoints(
         source /= FOLDER
     if source is None and any(folder.glob("step-*")):
         raise ValueError(f"{folder} has checkpoints: resume with --resume auto, or choose another --out")
-    # A resumed training must have the same settings. `load_checkpoint` compares plan, schedule and optimizer.
+    # These settings must equal the checkpoint's. `load_checkpoint` also compares plan, schedule and optimizer.
     same = {x: settings.get(x) for x in ("task", "task_config", "env", "seed", "batch_size", "measure_every", "amp")}
     teacher = getattr(options, "teacher", TeacherOptions())
     if teacher.teacher is not None:

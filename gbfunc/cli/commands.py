@@ -33,14 +33,14 @@ class Command:
     """Base class of all commands. The fields of a subclass are the options of the command."""
 
     def load(self) -> Callable[[Any], None]:
-        """Check the names of task and data, then import the command's function and torch.
+        """Check that task and data exist. Then import torch, and return the command's function.
 
         Before the import, set OpenMP's policy for idle threads to passive. On a busy machine, active threads would
         make the steps of a small p-net five to ten times slower.
         """
         values = options.values_of(self)
         task, data_dir = values.get("task", ""), values.get("data_dir")
-        # Check before the import of torch, which takes seconds. A user's task may create its folder: do not check it.
+        # Check before importing torch, which takes seconds. A user's task may create `data_dir`: do not check it.
         if task not in ("", *options.TASKS) and ":" not in task:
             raise ValueError(f"no task {task!r}: choose one of {', '.join(options.TASKS)}, or package.module:function")
         if data_dir is not None and ":" not in task and not data_dir.exists():
@@ -94,15 +94,15 @@ class Demo(Command, options.RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(GenomeCommand):
-    """Show the contents of a genome file, and measure its network."""
+    """Show the contents of a genome file, and measure the network that the genome generates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predict(GenomeCommand):
-    """Classify pictures, arrays (.npy, .npz) or texts (.txt, by lines)."""
+    """Classify pictures, arrays (.npy, .npz) or texts (.txt, one per line)."""
 
-    # Files to classify. Pictures have pixels from 0 to 255; transparent pixels count as white. Arrays have the range of
-    # the task's data (for digits from 0 to 16).
+    # Files to classify. Pictures have pixels from 0 to 255; transparent pixels count as white. Numbers in
+    # arrays have the range of the task's data (for digits from 0 to 16).
     inputs: Positional[tuple[Path, ...]]
     # Number of classes to print for each input, the likeliest first.
     top: Annotated[int, arg(metavar="INT"), COUNT] = 1
@@ -126,9 +126,9 @@ class Sample(GenomeCommand):
 class Export(GenomeCommand):
     """Write a network for other programs, a web page, or a QR code."""
 
-    # File to write or replace. For the page of a text task, pass --data-dir, which contains the characters.
+    # File to write or replace. A web page (.html) of a text task needs --data-dir: a genome's file has no alphabet.
     out: Annotated[Path, arg(metavar="FILE")]
-    # Write a QR code: the address of an exported page, and the genome for it (at most about 2,200 bytes).
+    # Write a QR code, which opens the exported page at the address PAGE with a genome of at most about 2,200 bytes.
     qr: Annotated[str | None, shows("PAGE")] = None
     # Format: ONNX, torch.export, AOTInductor, IREE or dense weights.
     to: Annotated[FormatName | None, shows(FormatName, "by the suffix: .onnx, .pt2, .vmfb, .safetensors")] = None
@@ -138,13 +138,13 @@ class Export(GenomeCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Command, options.ConfigOption):
-    """Show the size of a genome and the tensors that it generates."""
+    """Show the size of a genome, and the tensors that the genome generates."""
 
     data: options.PNetOptions = options.PNetOptions()
     genome: options.GenomeOptions = options.GenomeOptions()
     output: options.StoredOptions = options.StoredOptions()
 
-    # Number of ranks (processes). Also shows memory, bytes sent and seconds per step for every layout of the ranks.
+    # Number of ranks (processes): estimates memory, bytes sent and seconds per step for every mesh of these ranks.
     ranks: Annotated[int | None, shows("INT"), COUNT] = None
     # Memory of a rank, such as 16GB or 80GiB. Needs --ranks.
     memory: Annotated[str | None, shows("SIZE", "the memory in --device")] = None
@@ -156,47 +156,46 @@ class Plan(Command, options.ConfigOption):
     batch_size: Annotated[int | None, shows("INT", recipe="batch_size"), COUNT] = None
     # Number of microbatches per step. Needs --ranks.
     microbatches: Annotated[int | None, shows("INT", "the fastest"), COUNT] = None
-    # Function that splits layers of the p-net along a tensor axis, as for gbfunc train. Needs --ranks.
+    # Function that splits layers of the p-net over the axis tensor of a mesh, as for gbfunc train. Needs --ranks.
     parallel: Annotated[str | None, shows("MODULE:FUNCTION", "the p-net's styles")] = None
 
 
 @dataclass(frozen=True)
 class Compare(Command, options.DataOptions):
-    """Compare genomes and other small networks at equal numbers of bytes."""
+    """Compare genomes with other small networks whose files have as many bytes."""
 
-    # Sizes of periodic genomes, in parameters. The size of such a genome's file is the budget of all methods.
+    # Numbers of parameters of periodic genomes. The bytes of each genome's file are a budget for all methods.
     sizes: Annotated[tuple[int, ...] | None, shows("INT ...", " ".join(map(str, SIZES)))] = None
     # Budgets in bytes, instead of --sizes. For a pretrained p-net, the default is 1500 to 186000.
     bytes: Annotated[tuple[int, ...] | None, shows("INT ...")] = None
     # Methods: periodic, periodic_int7, periodic_auto, smaller_dense, gnet, stochastic, low_rank_genome, xox.
-    # With --pretrained: genome, genome_int7, genome_auto, linear_probe, bitfit, lora, vera, ia3,
-    # full_fine_tuning.
+    # With --pretrained: genome, genome_int7, genome_auto, linear_probe, bitfit, lora, vera, ia3, full_fine_tuning.
     methods: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
     # Number of seeds (0, 1, ...) per method and budget.
     seeds: Annotated[int, COUNT] = 3
-    # Number of passes over the training examples, for every method. The search for settings also tries fewer passes.
+    # Number of passes over the training examples, for every method. Settings are first compared after fewer passes.
     epochs: Annotated[int | None, shows("INT", recipe="epochs"), COUNT] = None
     # dtype of the numbers in files, except for methods that set another dtype (such as periodic_int7).
     dtype: Literal["float32", "float16"] = "float32"
     # Train every network under autocast to this dtype.
     amp: Annotated[Literal["bfloat16"] | None, shows("bfloat16")] = None
-    # Test only that everything runs: one epoch, one seed, and a choice of two settings per method.
+    # Test only that everything runs: one epoch, one seed, and two settings per method to choose from.
     quick: Flag = False
     # Number of CPU threads.
     threads: Threads = None
-    # Folder for compare.json, the figure and the networks. Trainings that compare.json already has do not run again.
+    # Folder for compare.json, the figure and the networks. Trainings with results in compare.json do not run again.
     out: Path = Path("compare")
 
 
 @dataclass(frozen=True)
 class Bench(Command):
-    """Measure time and memory of steps with genomes and dense p-nets."""
+    """Measure time and memory of training steps, with genomes and with dense p-nets."""
 
     # Run fewer and smaller cases, which take less than a minute.
     quick: Flag = False
     # Cases: demo, small_mlp, mlp_2048, mlp_4096, generation, gpt, resnet18, remat.
     cases: Annotated[tuple[str, ...] | None, shows("NAME ...", "all")] = None
-    # Number of runs per case. The table shows medians over the runs, and the range of the ratios to the dense p-net.
+    # Number of runs per case. The table shows medians over runs, and the range of times relative to the dense p-net.
     repeat: Annotated[int, arg(metavar="N"), COUNT] = 1
     # Device: cpu, or cuda, which also measures steps as CUDA graphs.
     device: str = "cpu"
@@ -204,7 +203,7 @@ class Bench(Command):
     threads: Threads = None
     # Folder for bench.json, which is replaced.
     out: Path = Path("bench")
-    # Measure this machine (a matrix product, a copy, an all-reduce) and print JSON for gbfunc plan --device FILE.
+    # Measure the speed of a matrix product, a copy and an all-reduce, and print JSON for gbfunc plan --device FILE.
     calibrate: Flag = False
 
 
@@ -219,7 +218,7 @@ class Federated(Command, options.ConfigOption):
     clients: Annotated[int, COUNT] = 100
     # Number of clients that train in a round, drawn at random.
     sample: Annotated[int, COUNT] = 10
-    # Dirichlet concentration by which each class is divided among clients. 0.1: few classes per client; inf: equally.
+    # Dirichlet concentration of the clients' fractions of each class. 0.1: few classes per client; inf: equal.
     alpha: float = float("inf")
     # Total number of rounds.
     rounds: Annotated[int, COUNT] = 200
@@ -233,12 +232,12 @@ class Federated(Command, options.ConfigOption):
     schedule: Annotated[ScheduleName, arg(metavar="|".join(get_args(ScheduleName)))] = "cosine"
     # Optimizer of the clients, a class of torch.optim. Its state is reset in each round.
     optimizer: Annotated[str | None, shows("NAME", "Adam; with --dense SGD")] = None
-    # Strategy of the server, a class of flwr.serverapp.strategy: FedAvg, FedAvgM, FedAdam, FedProx, ... If clients may
-    # be hostile, choose FedMedian, FedTrimmedAvg, Krum, MultiKrum or Bulyan.
+    # Class of flwr.serverapp.strategy, by which the server combines updates: FedAvg, FedAvgM, FedAdam, FedProx, ... If
+    # clients may be hostile, choose FedMedian, FedTrimmedAvg, Krum, MultiKrum or Bulyan.
     strategy: Annotated[str | None, shows("NAME", "FedAvgM of momentum 0.5; with --dense FedAvg")] = None
     # Options of the strategy, such as '{"eta": 0.01, "beta_1": 0.9, "beta_2": 0.99}' for FedAdam.
     strategy_config: Annotated[str, shows("JSON")] = "{}"
-    # dtype of a client's update; top100: only the 100 largest numbers. Rounding errors are added to the next update.
+    # dtype of clients' updates; topK: the K largest numbers. The rounding error is added to the client's next update.
     up: Annotated[str, arg(metavar="float32|float16|int8|...|int2|topK")] = "int4"
     # dtype of the genome that the server sends.
     down: Annotated[str, arg(metavar="float32|float16|int8|...|int2")] = "int8"
@@ -246,9 +245,9 @@ class Federated(Command, options.ConfigOption):
     dense: Flag = False
     # Rounds between two validations.
     measure_every: Annotated[int, arg(metavar="ROUNDS"), COUNT] = 10
-    # Folder for metrics.json, history.csv, genome.safetensors, and the server's state server.safetensors.
+    # Folder for metrics.json, history.csv, genome.safetensors, and server.safetensors (the server's state).
     out: Annotated[Path | None, shows("DIR", "no files")] = None
-    # Continue from OUT/server.safetensors. An interruption does not change the results.
+    # Continue from OUT/server.safetensors. The results equal those of a simulation without interruption.
     resume: Flag = False
 
 

@@ -84,7 +84,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     from gbfunc import federated as fed
 
     task, seed = job.task, options.data.seed
-    # Examples are divided among clients without the seed, so that runs with different seeds have equal clients.
+    # Divide the examples without the seed, so that runs with different seeds give a client the same examples.
     indices = [torch.from_numpy(i) for i in fed.partition(task.train.y, options.clients, options.alpha)]
 
     def examples(context: Any) -> Any:
@@ -98,7 +98,7 @@ def _federation(job: Job, options: Federated) -> tuple[GenomeStrategy, LocalGrid
     sizes = {"steps": options.local_steps, "batch_size": options.batch_size}
     app = fed.client_app(job.plan, job.pnet, task.loss, examples, **sizes, **learning)
     convolutions = any(t.kind in ("conv", "conv_transpose") for t in job.plan.generated)
-    # Use a lower learning rate for convolutions: at the MLP's rate, genomes of LeNet-5 do not learn.
+    # Use a lower learning rate for convolutions: at 0.02, the rate for MLPs, genomes of LeNet-5 do not learn.
     lr = options.lr or (0.1 if options.dense else 1e-2 if convolutions else 2e-2)
     schedule = SCHEDULES[options.schedule](recipe, lr, options.rounds)
     genome, path = gb.init_genome(job.plan, job.pnet, seed), None if options.out is None else options.out / SERVER_FILE
@@ -118,7 +118,7 @@ def _strategy(options: Federated) -> Any:
     usual: dict[str, Any] = {"num_malicious_nodes": 1} if name in robust else {}
     usual |= {"num_nodes_to_select": max(1, options.sample - 1)} if name == "MultiKrum" else {}
     usual |= {"server_momentum": 0.5} if options.strategy is None and not options.dense else {}
-    # Flower trains the maximum of a fraction, here 1e-9 (rounded to 0 nodes), and a minimum number, here `sample`.
+    # Flower trains max(int(fraction_train * clients), min_train_nodes) clients, but none if the fraction is 0.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
     config = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
     if many := [k for k, x in config.items() if k.startswith("min_") and isinstance(x, int) and x > options.clients]:

@@ -1,4 +1,4 @@
-"""The commands `eval`, `predict`, `sample` and `export`: networks from genome files. Also reads teacher networks.
+"""The commands `eval`, `predict`, `sample` and `export`, which read a genome file. Also reads teacher networks.
 
 Suffixes: C channels, h rows and w columns of an image, K classes.
 """
@@ -62,7 +62,7 @@ def run_sample(options: Sample) -> None:
 def read_genome(
     path: Path, data: DataOptions, task: Task | None = None, *, bare: bool = False
 ) -> tuple[gb.Plan, Task, nn.Module]:
-    """Read plan, task and network from a genome file. With `bare`, load no data if the file describes the inputs."""
+    """Read plan, task and network from a genome file. `bare`: no data if the file describes the inputs."""
     said = said_by(path)
     plan, genome = gb.load(path)
     if task is None:
@@ -75,7 +75,7 @@ def read_genome(
             if None not in (in_file, in_data) and in_file != in_data:
                 words = words.format(in_file, in_data)
                 raise ValueError(f"{path} has {words}: --data-dir must name data with the same ones")
-    # The seed makes the weights of a base that is not pretrained. The limit protects the memory from a malicious file.
+    # The seed initializes a base without pretrained weights. The limit protects the memory from a malicious file.
     with AtMost(32 * (plan.pnet_params + plan.buffer_bytes) + (1 << 26)):
         net = task.build(getattr(data, "seed", 0))
     return plan, task, _network(path, plan, genome, net)
@@ -153,7 +153,7 @@ def genome_metrics(plan: gb.Plan, path: Path, net: nn.Module, task: Task, histor
 
 
 def measure(task: Task, net: nn.Module, prefix: str = "") -> dict[str, float]:
-    """Measure a network on validation and test data: `{prefix}val_accuracy`, `{prefix}test_accuracy`, ..."""
+    """Return a network's metrics on validation and test data: `{prefix}val_accuracy`, `{prefix}test_accuracy`, ..."""
     measured = {split: task.measured(net, getattr(task, split)) for split in ("val", "test")}
     return {f"{prefix}{split}_{name}": v for split, metrics in measured.items() for name, v in metrics.items()}
 

@@ -153,7 +153,7 @@ def _check_forward(task: Task, pnet: nn.Module) -> None:
 
 
 def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, Any]:
-    """Return the values of options whose defaults depend on the recipe or the plan; None for unused options."""
+    """Return the values of options whose defaults depend on the recipe or the plan. None: the training has no value."""
     recipe, plan = job.recipe, job.plan
     config = recipe.optimizer_options
     decay = config.pop("weight_decay", None)
@@ -174,7 +174,7 @@ def resolved(job: Job, genome: GenomeOptions, dtype: str | None) -> dict[str, An
 
 
 def dtype_of(options: Any) -> str | None:
-    """Choose the dtype of a genome's file: the user's dtype, or integers if the user gave only a size in bytes."""
+    """Choose the dtype of a genome's file: --dtype if given, "auto" or "int8" for --genome-bytes, otherwise None."""
     values = values_of(options)
     if values["dtype"] is not None or values["genome_bytes"] is None:
         return values["dtype"]
@@ -191,7 +191,7 @@ def _recipe_with(recipe: Recipe, training: TrainingOptions) -> Recipe:
     for name, find in (("schedule", SCHEDULES.__getitem__), ("optimizer", find_optimizer)):
         own |= {name: find(own[name])} if name in own else {}
     by_epochs = {"steps": None, "measure_every": None} if "epochs" in own else {}
-    # Drop the explanations of settings that the user chose.
+    # Drop the recipe's explanations of settings that the user chose instead.
     known = own.keys() | ({"epochs"} if "steps" in own else set())
     reasons = {name: why for name, why in recipe.reasons.items() if name not in known}
     return replace(recipe, **(by_epochs | own), reasons=reasons)

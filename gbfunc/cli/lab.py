@@ -130,7 +130,7 @@ def _problems(options: Compare, task: Task, dtype: torch.dtype, pretrained: bool
     if budgets is None:
         sized = [(size, reference_bytes(task, size)) for size in sorted(set(options.sizes or SIZES))]
     else:
-        # For a pretrained p-net, the size is not that of a periodic genome, but the budget in float32 numbers.
+        # The size is the budget in float32 numbers for a pretrained p-net, otherwise a periodic genome's parameters.
         sized = [(b // 4 if pretrained else size_within(task, b), b) for b in sorted(set(budgets))]
     for size, budget in sized:
         recipe = replace(task.recipe(size), amp=options.amp and getattr(torch, options.amp))
@@ -146,7 +146,7 @@ def _tested(results: Results, metric: Metric) -> list[float]:
 
 
 def tradeoff_figure(known: Mapping[str, Sequence[Results]], metric: Metric, levels: Mapping[str, Results]) -> Figure:
-    """Plot the test metric against bytes. Instead of an accuracy, plot 100 - accuracy (%) on a logarithmic axis."""
+    """Plot test metrics against bytes (accuracies as 100 - accuracy, logarithmic), and `levels` as horizontal lines."""
     errors = metric.unit == "%" and metric.higher_is_better
 
     def shown(results: Results) -> list[float]:

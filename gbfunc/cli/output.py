@@ -32,9 +32,9 @@ Row = Mapping[str, float]
 
 @contextmanager
 def open_folder(path: Path | None, option: str = "--out", *, locked: bool = False) -> Iterator[Path]:
-    """Create the folder that an option names, or a temporary folder for None. At the end, remove new, empty folders.
+    """Create the folder `path`, or a temporary folder if `path` is None. At exit, remove new folders that are empty.
 
-    With `locked`, raises ValueError if another training has locked the folder.
+    `locked` locks the folder: ValueError if another training has locked it. Errors name the option `option`.
     """
     if path is None:
         with TemporaryDirectory(prefix="gbfunc-") as folder:
@@ -88,7 +88,7 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 def written(
     folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
 ) -> Iterator[None]:
-    """Write the results of a training. At the end of the context, draw the learning curve and suggest a command."""
+    """Write `metrics`, and `runs` as the history. At exit, plot the learning curves and print a command to try next."""
     write_history(folder / "history.csv", runs)
     write_metrics(folder / "metrics.json", metrics)
     yield
@@ -159,12 +159,13 @@ def tell(line: str) -> None:
 
 @dataclass
 class Best:
-    """Keeps the genome with the best validation metric in a file, if called after every validation."""
+    """Writes the genome to a file if its validation metric is the best so far. Call after every validation."""
 
     path: Path
     metric: Metric
     write: Callable[[Any, Path], None]
-    first: int | None = None  # first row to compare: after --resume, earlier files may be missing
+    # First row of the history to compare. If a resumed training has no file, the genomes of earlier rows are lost.
+    first: int | None = None
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:
         if self.first is None:
@@ -182,7 +183,7 @@ class Best:
 def open_logs(
     names: Sequence[str], folder: Path | None, settings: Mapping[str, Any], rate: Callable[[int], float]
 ) -> Iterator[tuple[Callable[[], None], OnLog | None]]:
-    """Yield a function that opens the logs, and a function that writes metrics to all of them (None without names)."""
+    """Yield `begin`, which opens the logs `names`, and `log`, which writes metrics to all logs (None without names)."""
     logs: list[OnLog] = []
     with ExitStack() as stack:
 
@@ -198,7 +199,7 @@ def open_logs(
 
 @contextmanager
 def reporter(label: str, total_steps: int, *, silent: bool = False, split: str = "validation") -> Iterator[Report]:
-    """Show the progress of a training on standard error: in a terminal as a bar, otherwise in about five lines."""
+    """Yield a function that shows a training's progress on standard error: a bar in a terminal, or about five lines."""
     console = Console(stderr=True)
     is_bar, following = console.is_terminal and not silent, 0
     columns = ("{task.description}", MofNCompleteColumn(), TimeRemainingColumn(), "{task.fields[val]}")

@@ -22,7 +22,7 @@ from gbfunc.files import replace_file
 
 
 def parse(argv: Sequence[str]) -> Any:
-    """Parse arguments into an instance of a class in `COMMANDS`; ValueErrors name the most similar option."""
+    """Parse arguments into an instance of a class in `COMMANDS`. Errors for an unknown option name similar options."""
     name, *words = argv or [""]
     if name == "--version":
         print(f"gbfunc {__version__}")
@@ -57,7 +57,7 @@ def _reason(message: str) -> str:
     lines = [line.strip("│ ") for line in message.splitlines()[1:]]
     blocks = " ".join(line if line.strip("─-╰╯") else "\n" for line in lines).split("\n")
     words = next(block for block in blocks if block.strip()).strip().removesuffix(".")
-    words = re.sub(r"(--[\w-]+ [A-Z]+\b).*?\(required\)", r"\1", words)  # drop the explanation of a missing option
+    words = re.sub(r"(--[\w-]+ [A-Z]+\b).*?\(required\)", r"\1", words)  # drop a missing option's help
     if match := re.search(r"(--[\w-]+): no type matching (.+) could be instantiated from \[(.*)\]", words):
         expected = re.sub(r"[{}\[\]]", "", match[2].replace("{None}|", ""))
         return f"{match[1]} must be {expected}, got {match[3]}"
@@ -87,7 +87,7 @@ def config_words(command: str, argv: Sequence[str]) -> list[str]:
         return []
     path, in_file = Path(following["--config"]), {}
     for key, value in read_config(path).items():
-        # A table with any name groups options.
+        # A table whose name is no option is only a group of options.
         is_table = isinstance(value, dict) and key.replace("-", "_") not in trained
         in_file |= value if is_table else {key: value}
     passed = {token.removeprefix("--").replace("-", "_") for token in tokens if token.startswith("--")}
@@ -132,7 +132,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def settings_of(options: Any, resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all settings of a training: the user's options, and the defaults' values in `resolved`."""
+    """Return all settings of a training: the user's options, and the values in `resolved` for options not given."""
     # These options do not change the trained genome.
     others = "config out log log_every checkpoint_every keep resume allow_changes overwrite profile peak_flops".split()
     every = {name: value for name, value in values_of(options).items() if name not in others} | {**resolved}

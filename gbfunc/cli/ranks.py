@@ -48,7 +48,7 @@ def find_device(name: str) -> torch.device:
 
 
 def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
-    """Call `prepare` on rank 0, then on one rank of each other machine, then on the others, which find the files."""
+    """Call `prepare` on rank 0, then on one rank per other machine, then on the rest, which find prepared files."""
     turn = 0 if mesh.rank == 0 else 1 if os.environ.get("LOCAL_RANK") == "0" else 2
     prepared = failure = None
     for now in range(3):
@@ -63,7 +63,7 @@ def in_turn(mesh: Mesh, prepare: Callable[[], Any]) -> Any:
 
 
 def check_alike(mesh: Mesh, options: Any, data_digest: str) -> None:
-    """Raise `ValueError` if ranks have different options (except paths) or data, with which they could wait forever."""
+    """Raise `ValueError` if ranks differ in options (except paths) or data: ranks could wait for each other forever."""
     local = {name for name, field in options_of(options).items() if "Path" in str(field.type)}
     local |= {"device", "resume", "pretrained", "log"}
     compared = {name: x is not None if name in local else x for name, x in values_of(options).items()}
@@ -102,7 +102,7 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int) -> int:
-    """Return the largest divisor of a shard's rows from `ranks` to 4 x `ranks`, preferably a multiple of `ranks`."""
+    """Choose a number of microbatches that divides a shard's rows: `ranks` to 4 `ranks`, if possible a multiple."""
     rows, rest = divmod(batch_size, shards)
     # With 4 microbatches per rank, ranks hardly wait for each other (GPipe: Huang et al., 2019, section 2.3).
     fitting = [n for n in range(ranks, 4 * ranks + 1) if rows % n == 0]

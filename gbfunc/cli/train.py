@@ -208,7 +208,7 @@ def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks:
 
 
 def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], seed: int) -> gb.Genome | None:
-    """Fit a genome to a teacher's weights; None if the accuracy is nearer to chance than to the teacher's."""
+    """Fit a genome to a teacher's weights. Return None if its accuracy is nearer to chance than to the teacher's."""
     task, plan, metric = job.task, job.plan, job.task.metric
     if teacher is None:
         return None
@@ -265,8 +265,8 @@ def train_genome(
         best = output.Best(best_path, task.metric, write)
 
         def keep_best(state: gb.TrainState, rows: list[dict[str, float]]) -> None:
-            # All ranks must call `gather`, even if the metric did not improve. With the dtype `auto`, the genome cannot
-            # be written before the training has determined the quantization steps.
+            # Call `gather` even if the metric did not improve: all ranks must call the collective. With the dtype
+            # `auto`, no genome can be written before the training has determined the quantization steps.
             genome = step.gather(state)
             if rounding is None or step.rounding(genome) is not None:
                 best(genome, rows)

@@ -54,7 +54,7 @@ class _Frame(NamedTuple):
     def of(plans: list[Plan], pnet: nn.Module, stacks: Sequence[Params]) -> _Frame:
         """Choose how layers use each weight: as factors if all plans have factors for the weight, otherwise dense.
 
-        Raises ValueError if some plans have a base, and other plans have none.
+        `stacks` has the stacked genomes of each plan. Raises ValueError if only some of the plans have a base.
         """
         bases = [plan.base_tensors(pnet) for plan in plans]
         if None in bases and any(bases):
@@ -97,7 +97,7 @@ class _Frame(NamedTuple):
         return keys.difference(*(form.frozen for form in forms.values()))
 
     def grow(self, kind: int, generator: Generator, genome: Params) -> Params:
-        """Generate, from a flat genome, the tensors in which genomes may differ: factors, dense weights and buffers."""
+        """Generate the tensors in which genomes may differ, also buffers, from a flat genome of plan number `kind`."""
         plan, base, grown = self.plans[kind], self.bases[kind], Params()
         like = torch.empty(0, dtype=plan.dtype, device=next(iter(genome.values())).device)
         others = {} if base is None else dict(item for part in base.on(like.device) for item in part.items())
@@ -128,7 +128,7 @@ class _Frame(NamedTuple):
 
 
 def _sides(plan: Plan, generator: Generator, genome: Params) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return factors (left, mix, right) of each bilinear weight with one tile, by name. Weights may share factors."""
+    """Return {name: (L, M, R)} of bilinear weights L M R^T with one tile. Weights may have the same tensors L and R."""
     factors = {}
     for stack in generator.stacks:
         e, leaves = stack.ensemble, {k: genome[name] for k, name in stack.names.items()}
@@ -207,7 +207,7 @@ class ManyGenomes(nn.Module):
 
     def _build(self) -> None:
         self._lock, self._mode = threading.RLock(), cache(self._make_mode)
-        self._known: dict[Any, _Mode] = {}  # by the structure, dtypes and shapes of inputs (`_kind`)
+        self._known: dict[Any, _Mode] = {}  # the checked mode for each structure of inputs (`_kind`)
         self._generators, self._grown = cache(self._frame.generator), lru_cache(self._most)(self._grow)
         self._last: tuple[Any, Params] = None, {}  # the last batch: numbers of its genomes, and their tensors
 
@@ -385,7 +385,7 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
 
 
 def _checked(out: Any, n_rows: int, plain: bool = False) -> Any:
-    """Check that an output's tensors have `n_rows` rows. With `plain`, refuse all but tensors and `PLAIN` values."""
+    """Check that an output's tensors have `n_rows` rows. `plain` refuses other values whose type is not in `PLAIN`."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"expected outputs with first dimension {n_rows}, the batch, got {at} of shape {tuple(x.shape)}"
@@ -397,7 +397,7 @@ def _checked(out: Any, n_rows: int, plain: bool = False) -> Any:
 
 
 def cut(rows: Tensor, args: Any, kwargs: Any, split: list[bool]) -> tuple[Any, Any]:
-    """Select rows of the inputs whose entry in `split` is True."""
+    """Select `rows` of each input whose entry in `split` is True. Other inputs stay whole."""
     flags = iter(split)
     return tree_map(lambda x: x[rows.to(x.device)] if next(flags) else x, (args, kwargs))
 
@@ -407,7 +407,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tolerance(tensors: Iterable[Tensor]) -> float:
-    """Return the tolerated error, relative to the largest entry: 1e-6 in float64, 2e-3 in float32, 0.1 in bfloat16."""
+    """Return the tolerated difference between batch and single rows, relative to the largest entry: 2e-3 in float32."""
     floating = [x for x in tensors if differentiable(x.dtype)]
     dtypes = {x.dtype for x in floating}
     for device in {x.device.type for x in floating}:
@@ -438,6 +438,6 @@ def stacked_genomes(genomes: Sequence[GenomeLike]) -> Params:
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Return the sorted paths of the modules that are not inside another module of the list."""
+    """Return the sorted paths of the modules that are not inside another module of `paths`."""
     every = sorted({*paths})
     return [p for p in every if not any(p != other and f"{p}.".startswith(other and f"{other}.") for other in every)]

@@ -29,8 +29,8 @@ def merge_genomes(
     """Make a plain module whose tensors are a weighted sum of the tensors that several genomes generate.
 
     Genome i generates the tensors W_i and has the weight a_i. The module has the tensors sum_i a_i W_i or, if the plan
-    has a base with tensors W_0 (including its present head), W_0 + sum_i a_i (W_i - W_0). Positive weights add tasks,
-    and negative weights remove tasks (task arithmetic, Ilharco et al. 2023). The sum of genomes would generate
+    has a base, W_0 + sum_i a_i (W_i - W_0) with the present tensors W_0 of `pnet`. Positive weights add tasks, and
+    negative weights remove tasks (task arithmetic, Ilharco et al. 2023). The sum of genomes would generate
     different tensors, because g-nets are not linear. For a single genome of weight 1, the result equals `materialize`.
 
     `pnet` is the plan's p-net or base, which is not changed. `weights` are finite numbers, one per genome. The default

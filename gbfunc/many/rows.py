@@ -32,7 +32,7 @@ class RowWise:
         # The p-net lists a tied tensor under its first name only.
         first = {name: info.name for info in parameter_infos(pnet) for name in (info.name, *info.aliases)}
         own = {info.name: first[f"{prefix}{info.name}"] for info in parameter_infos(module)}
-        # Add the deltas of layers that hide their weight (`gbfunc.layers.beside`): the module does not list them.
+        # Add the deltas of quantised layers (`gbfunc.layers.beside`), which are not among the parameters of the module.
         own |= {k.removeprefix(prefix): k for k in forms if k.startswith(prefix) and k.rpartition(".")[2] == DELTA}
         mine = {name: forms[there].renamed(name) for name, there in own.items() if there in forms}
         self.path, self._net = path, PureNet(module, mine, lambda net: unfused(net.eval()))
@@ -82,7 +82,7 @@ class RowWise:
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
-        # Refuse another first dimension in inner modules: a batch of that size would take the dimension for rows.
+        # Refuse inner inputs without rows: in a batch whose size is their first dimension, they would be split.
         if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
             raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows

@@ -1,4 +1,4 @@
-"""Applies genomes of several plans and p-nets in a single batch."""
+"""Applies genomes of several plans and p-nets to one batch: `index` gives the number of each row's genome."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ class ManyNets(nn.Module):
         places, outputs = list[Tensor](), list[Any]()
         for n, net in enumerate(self.nets):
             if len(rows := (net_B == n).nonzero()[:, 0]):
-                # If an input for all rows has as many rows as this p-net, the input would be divided: repeat some rows.
+                # Repeat rows: `net` would split inputs in `shared` whose first dimension equals its number of rows.
                 size = next(size for size in range(len(rows), 2 * len(index) + 9) if size not in shared)
                 more = rows[torch.arange(size, device=rows.device) % len(rows)]
                 own_args, own_kwargs = cut(more, args, kwargs, split)
@@ -66,7 +66,7 @@ def materialize_many(
     runs under `vmap`. If `vmap` fails or also gives different outputs, rows run one by one, with a warning.
 
     Torch's fused encoders (`nn.TransformerEncoder` in eval mode without gradients) are not used: they may output zeros
-    at the padded positions of `src_key_padding_mask`. This module has the outputs of the unfused layers there, too.
+    at the padded positions of `src_key_padding_mask`, where this module returns the outputs of the unfused layers.
 
     Weights are generated in the first batch that uses their genome. `to` also moves or casts these weights.
 

@@ -28,7 +28,7 @@ def generate_rows(
     if seeds is None:
         return net.generate(*args, **kwargs, **options)
     own, draws = net._get_logits_processor, _Draws([seeds[b] for b in rows])
-    # Replace the method, because `generate` runs processors from its options before temperature, top_k and so on.
+    # Draw after temperature, top_k and so on. Processors that `generate` takes as an option would run before these.
     vars(net)["_get_logits_processor"] = lambda *args, **kwargs: type(found := own(*args, **kwargs))([*found, draws])
     try:
         return net.generate(*args, **kwargs, **options)
