@@ -3,18 +3,18 @@
 A file holds, in this order:
 
     3 bytes    "GB5"
-    1 byte     bits of a code; plus 16 if running means are float16 and variances bfloat16; plus 32 if there are runs
+    1 byte     bits of a code; plus 16 if running means are float16 and variances bfloat16; plus 32 for a file of runs
     4 bytes    CRC-32 of the preceding byte and the rest of the file
     document   the plan and the metadata as JSON, in one stream of raw deflate
     plain      leaves that have no codes, in the order of `names_by_dtype`: wider dtypes first
-    codes      all other leaves, sorted by name: scales (bfloat16), zero points and codes
+    codes      all other leaves, sorted by name: scales (bfloat16), zero points and codes, as in `rounding`
 
 Up to `MAX_SYMBOLS` codes are written as *runs*, which an entropy coder compresses (`symbols`): a run of the scales'
-exponents, one of their mantissas, one of zero points, and one per leaf. More codes would take long to read as
-runs. Zero points and codes are then packed without gaps between bits, or compressed by deflate if that is shorter.
+exponents, one of the scales' mantissas, one of zero points, and one of codes per leaf. More codes would take long to
+read. The file then has uncompressed scales, and zero points and codes packed bit by bit or, if shorter, by deflate.
 
 With quantization steps (`steps`), the fourth byte has 9 instead of the bits of a code, and the codes are a stream of
-`step_stream`. The byte has 64 more if the stream includes running statistics and counters of batches (`statistics`).
+`step_stream`. The byte has 64 more if the stream includes running statistics of norms and their counters of batches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEAD = len(MAGIC) + 1 + 4
 _NARROW, _RUNS, _STATISTICS = 16, 32, 64
 STEPS = 9
 _EMPTY = np.empty(0, np.uint8)
-EXPONENT = 122  # The most likely exponent of a bfloat16 scale, biased by 127: 2^-5
+EXPONENT = 122  # Most likely exponent of a scale, the centre of the exponents' run: 2^-5, with bfloat16's bias of 127
 _MIDDLE = {bits: np.array([1 << (bits - 1)], np.uint8) for bits in range(2, 9)}
 
 
@@ -51,15 +51,15 @@ class Sizes(NamedTuple):
     """The number of bytes of each section of a compact file."""
 
     document: int
-    plain: Mapping[str, int]  # By leaf
-    codes: int  # All codes, scales, zero points and quantization steps
-    bits: Mapping[str, float]  # Bits of the codes by leaf, without scales, zero points and quantization steps
+    plain: Mapping[str, int]  # Bytes of each leaf without codes
+    codes: int  # Bytes of all codes, scales, zero points and quantization steps
+    bits: Mapping[str, float]  # Bits of each leaf's codes, without scales, zero points and quantization steps
 
 
 def pack(
     document: str, plan: Any, leaves: TensorMap, stored: str | Steps, most: int = MAX_SYMBOLS
 ) -> tuple[bytes, Sizes]:
-    """Packs a document (plan and metadata as JSON) and leaves; raises ValueError for too many or too large numbers.
+    """Packs a document (JSON of plan and metadata) and leaves to a file; ValueError for too many or too large numbers.
 
     Up to `most` codes of 2 to 8 bits are stored as runs. More codes are packed, which is faster but takes more bytes.
     """
@@ -87,7 +87,7 @@ def pack(
 def _leaves_without_steps(plan: Any, leaves: TensorMap, narrow: bool, statistics: bool) -> Params:
     coded = {part.leaf for part in parts_of(plan, statistics)}
     coded |= {*counters_of(plan)} if statistics else set()
-    # All other leaves are buffers. "int8" stores running statistics in 16 bits and all other buffers unchanged.
+    # Only buffers remain. As in "int8" files, running statistics have 16 bits, and all other buffers are unchanged.
     return stored_leaves({k: x for k, x in leaves.items() if k not in coded}, "int8", narrow)
 
 

@@ -1,7 +1,7 @@
 """The layout of `genome.safetensors`. File sizes can be computed without a genome, from leaves on the meta device.
 
     8 bytes    length of the header
-    header     JSON, padded to 8 bytes: format, plan, SHA-256; dtype, shape and offsets per tensor
+    header     JSON, padded to 8 bytes: format, plan, SHA-256 of plan and data; dtype, shape and offsets per tensor
     data       one tensor [n] per dtype, wider dtypes first: the leaves of this dtype, sorted by name
 
 The plan in the header is compressed JSON in base85, whose characters JSON does not escape. Genomes in codes of 2 to 8
@@ -23,7 +23,7 @@ from gbfunc.untrusted import parse_json
 FORMAT = "gbfunc-genome-3"
 
 _FILES = files("gbfunc.formats")
-# JSON Schema (draft 7) of the document in a file. Python and the page in the browser apply the schema's limits.
+# JSON Schema (draft 7) of the document in a file. Python and exported HTML pages apply the schema's limits.
 SCHEMA: JSON = json.loads(_FILES.joinpath("schema.json").read_text("ascii"))
 LIMITS: dict[str, Any] = SCHEMA["limits"]
 
@@ -31,9 +31,9 @@ LIMITS: dict[str, Any] = SCHEMA["limits"]
 class Allowed(NamedTuple):
     """Limits of a file's content, because a small file could declare content that takes much time and memory."""
 
-    numbers: int  # Numbers in all leaves and, separately, in the codes of rows and columns that a reader computes
+    numbers: int  # Numbers in all leaves. The same limit holds for numbers in the codes of all rows and columns.
     symbols: int  # Integers in a stream with quantization steps
-    pieces: int  # Tensors and buffers of the p-net, plus, for each leaf, the number of tensors that use the leaf
+    pieces: int  # Tensors and buffers of the p-net, plus one for each pair of a leaf and a tensor that uses the leaf
     containers: int  # Number of dicts and lists in the document
 
     @staticmethod
@@ -69,7 +69,7 @@ def names_by_dtype(stored: TensorMap) -> dict[str, list[str]]:
 
 
 def file_header(plan_json: str, leaves: TensorMap, stored: TensorMap, digest: str = "0" * 64) -> bytes:
-    """Builds the bytes before the data. `leaves` have the dtypes of the plan, and `stored` the dtypes in the file."""
+    """Builds length and header. `leaves` have the plan's dtypes, `stored` the file's dtypes. `digest` is a SHA-256."""
     narrowed = {dtype_name(x.dtype) for k, x in stored.items() if x.dtype != leaves[k].dtype}
     about = {"numbers": narrowed.pop()} if narrowed else {}
     metadata = {"format": FORMAT, **about, "plan": pack_plan(plan_json), "sha256": digest}

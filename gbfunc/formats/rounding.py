@@ -3,7 +3,7 @@
     number = scale * (code - zero point)        0 <= code, zero point < 2 ** bits
 
 Codes are an affine quantisation (B. Jacob et al., 2018). A leaf is divided into blocks, each with a scale and a zero
-point. The last dimensions form a block: as few as together have at least `BLOCK` numbers. A smaller leaf is one block.
+point. A block spans as few of the last dimensions as contain at least `BLOCK` numbers. A smaller leaf is one block.
 Zero is represented exactly, and rounding a second time changes nothing. If leaves are stored in codes, direct vectors
 (biases, norms) are float16, because errors in these vectors matter most. Running means are float16 and running
 variances bfloat16, unless 16 bits do not suffice (`narrow_stats`).

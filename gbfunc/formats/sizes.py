@@ -36,10 +36,10 @@ def file_bytes(
 ) -> dict[str, int]:
     """Counts the bytes of a genome's file by name; the sum is the size of the file that `save` writes.
 
-    The names are those of tensors and buffers of the p-net, and `(ENSEMBLE)` for leaves that several tiles share,
-    `(plan)`, `(metadata)`, `(scales)` of codes, and `(container)` for all other bytes. A compressed stream is divided
-    among leaves by their bits, and the bytes of a leaf among tensors by their numbers. Without a genome, the result is
-    an upper bound for `"int2"` to `"int8"`, and an estimate for `"auto"`. Arguments and errors are as in `save`.
+    Keys are tensors and buffers of the p-net, `(ENSEMBLE)` for leaves that several tiles share, `(plan)`, `(metadata)`,
+    `(scales)` for scales, zero points and quantization steps, and `(container)` for all other bytes. Leaves share a
+    compressed stream in proportion to their bits; tensors share a leaf in proportion to their numbers in the leaf. For
+    "int2" to "int8" without a genome, the result is an upper bound; for "auto", an estimate. For arguments, see `save`.
     """
     dtype = plan.default_dtype(genome is None) if dtype is None else dtype
     name, leaves = None if dtype is None else stored_as(dtype), plan.leaves
@@ -85,7 +85,7 @@ def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
 
 
 def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
-    """Returns for each leaf `[(tensor, count), ...]`: how many numbers of the leaf belong to each tensor, in order."""
+    """Returns for each leaf `[(tensor, count), ...]`: the tensors of its rows in order, and the sizes of their rows."""
     owners = {f"{DIRECT}{t.name}": [(t.name, t.numel)] for t in plan.direct}
     owners |= {f"{BUFFERS}{b.name}": [(b.name, math.prod(b.shape))] for b in plan.buffers}
     for e in plan.ensembles:

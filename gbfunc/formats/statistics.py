@@ -7,7 +7,7 @@ divided by sigma, and so does the effect of a wrong sigma. Therefore files have 
     mean       u = mean / e^u'                 u' is the decoded u of the variance
 
 If the norm's weight is 1, an error in u changes the output about as much as an equal error in the norm's bias:
-`squares_of` uses the bias's gradient for u. Counters of batches follow, as differences from the previous counter.
+`squares_of` uses the bias's gradient. Then a file has the norms' counters of batches, each minus the previous counter.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ from gbfunc.types import Params, TensorMap
 
 MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
 LEAST_VARIANCE = 2.0**-16
-_WORD, _SIZE = 16, 64  # Bits of a word, and of a counter, which is written in words
+_WORD, _SIZE = 16, 64  # Bits of a word, and of a counter, which is written as up to four words
 FARTHEST = 128.0  # Largest mean that can be stored, in standard deviations
 
 

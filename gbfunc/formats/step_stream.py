@@ -15,10 +15,10 @@ from gbfunc.formats.symbols import NARROWEST, PIECE, WIDEST, Entry, Reader, entr
 from gbfunc.trees import DIRECT
 from gbfunc.types import Params, TensorMap
 
-# Rounding a number to a step raises the loss by `h step^2 / 24`, where h is the loss's second derivative. One more bit
+# Rounding to multiples of a step raises the loss by `h step^2 / 24`; h is the loss's second derivative. One more bit
 # halves the step, so the derivative of `h step^2 / 24` with respect to the bits is `-_BALANCE h step^2`.
 _BALANCE = math.log(2) / 12
-_STATISTIC = -32  # Index of the largest step of running statistics, whose rounding training cannot correct
+_STATISTIC = -32  # Index of the largest step of running statistics: small, as training cannot correct their rounding
 _FROZEN_ERROR = 1 / 64  # Largest rounding error of a frozen parameter, relative to the parameter's largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
@@ -68,11 +68,11 @@ def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
     """Finds the finest quantization steps with which the integers take at most `bits`.
 
-    If no steps suffice, returns the largest steps. `squares` are mean squares of gradients, each averaged over
-    `examples` rows. Frozen leaves have no squares, and get the smallest steps that can store the leaf. `Steps.rate` is
+    If the largest steps need more bits, returns the largest steps. `squares` are mean squares of gradients of the mean
+    loss of `examples` rows. Frozen leaves have no squares and get the smallest steps that can store the leaf. `rate` is
     the decrease of the loss that one more bit would allow. Raises ValueError if no step can store a frozen parameter.
     """
-    # The search has a larger range than normal training needs: `squares` are large after a sudden rise of the loss.
+    # Bounds of log2(step * sqrt(square)). Normal training needs less, but `squares` grow if the loss suddenly rises.
     low, high = -40.0, 88.0
     for _ in range(21):
         middle = (low + high) / 2
@@ -117,7 +117,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
 
 
 def pack_steps(plan: Any, leaves: TensorMap, steps: Steps) -> tuple[bytes, dict[str, float]]:
-    """Returns the stream, and the number of bits of the integers of each leaf. The stream's header is not counted."""
+    """Returns the stream, and how many bits each leaf takes in the stream. The stream's header is not counted."""
     found = [one for one, _ in quantise(plan, leaves, steps)]
     parts, widths = [one.part for one in found], []
     bits = {part.leaf: 0.0 for part in parts}

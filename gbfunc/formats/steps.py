@@ -10,7 +10,7 @@ weight multiplies. The step of the weight is therefore divided by `sqrt(2)^shift
 weights of a feature with amplitude 0 have no effect, and take no bits.
 
 The integers of a part are compressed as if drawn from a two-sided geometric distribution (`symbols.geometric`), whose
-width is stored. Training can add the bits to the loss: an integer q counts as `log2(1 + e |q|)` bits.
+width is stored. Training can add the bits to the loss: n integers with mean size m count as `n log2(1 + e m)` bits.
 
 A file has the indices of all parts, all widths, and then the integers: amplitudes first, and running statistics
 (`statistics`) last. Indices and widths are stored as a median and differences from the median.
@@ -38,7 +38,7 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET
 from gbfunc.types import DTYPES, Params, TensorMap
 
 V = TypeVar("V")
-Side = tuple[Encoding, int, int]  # Codes of the rows (columns) of a matrix; number of rows, in all and per tile
+Side = tuple[Encoding, int, int]  # Codes of the rows or columns of a matrix; number of codes; rows or columns of a tile
 AUTO = "auto"  # Name of the dtype of files with quantization steps
 OCTAVE, LEAST, MOST = 8, -128, 127  # The step doubles every 8 indices; smallest and largest index of a part
 LARGEST = 2047  # Largest absolute value of a stored integer
@@ -106,8 +106,8 @@ class Part(NamedTuple):
     first: int
     last: int | None
     shape: tuple[int, ...]
-    gain: str | None = None  # Name of the leaf of amplitudes [T, H], if they multiply features of this leaf [T, ..., H]
-    # Per entry of a code, n: sqrt(2)^n, close to the entry's root mean square, divides the steps of its code weights.
+    gain: str | None = None  # Name of the leaf of amplitudes [T, H] that multiply the features of this leaf [T, ..., H]
+    # An exponent n per entry of a code: sqrt(2)^n, about the entry's root mean square, divides its code weights' steps.
     finer: tuple[int, ...] = ()
     period: float | None = None
     statistic: bool = False
@@ -160,7 +160,7 @@ class Quantised(NamedTuple):
 
 @lru_cache(maxsize=16)
 def parts_of(plan: Any, statistics: bool = True) -> tuple[Part, ...]:
-    """Lists the parts of leaves and statistics in an order in which each part needs only earlier parts (`Past`)."""
+    """Lists the parts of leaves and statistics in the order of a file. Each part depends only on earlier parts."""
     found, means = [], cache(_mean_squares)
     for e in plan.ensembles:
         for name, leaf in e.leaves.items():
@@ -223,7 +223,7 @@ def _table(device: torch.device) -> Tensor:
 
 
 class Past(NamedTuple):
-    """What later parts need of earlier parts: integers of amplitudes, and rounded u of variances (`statistics`)."""
+    """Numbers of earlier parts that later parts need: integers of amplitudes, rounded u of variances (`statistics`)."""
 
     gains: dict[tuple[str | None, int], Tensor]
     variances: dict[str, Tensor]
@@ -242,7 +242,7 @@ class Past(NamedTuple):
         return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
     def zeros(self, part: Part, index: int, device: Any) -> Quantised:
-        """Returns a part whose integers, now 0, can be filled in. Its steps are `2^(index / 8) / sqrt(2)^shifts`."""
+        """Returns a part with all integers 0, which the caller replaces. Steps are `2^(index / 8) / sqrt(2)^shifts`."""
         shifts, mask = self.shifts(part, device)
         steps = _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
         integers = torch.zeros(part.shape, dtype=torch.float32, device=device)
@@ -304,8 +304,8 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
 
 
 def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Params:
-    # The n numbers of a part take `n log2(1 + e mean|x| / step)` bits. Halving an amplitude doubles the steps of its
-    # code weights, which saves one bit per code weight.
+    # The n numbers x of a part count as `n log2(1 + e mean|x| / step)` bits. An amplitude multiplies the errors of its
+    # code weights: half the amplitude allows steps of twice the size, which saves one bit per code weight.
     gradients: list[Tensor] = []
     owned: dict[tuple[str | None, int], Tensor | float] = {}
     numbers = [one.part.of(leaves[one.part.leaf].detach()).float() for one in found]

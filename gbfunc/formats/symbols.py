@@ -24,12 +24,12 @@ Symbols = NDArray[np.integer[Any]]
 Entry = tuple[int, int, int]
 
 PIECE = 2048
-MAX_SYMBOLS = 1 << 18  # Most symbols in a stream of runs; each takes half a microsecond to read
+MAX_SYMBOLS = 1 << 18  # Maximum number of symbols in a stream of runs; a symbol takes half a microsecond to read
 _BLOCK = 24  # Symbols that are read together, because operations on the large integer are slow
 _MOST_BYTES = 4  # Most bytes per symbol: no symbol is rarer than 1 in 2^21.
 _ENDS = "expected codes that end with the data, got others: copy the file again"
 
-# 2^12 * 2^(-i / 16) for i from 0 to 15
+# 2^12 * 2^(-i / 16) for i from 0 to 15, as integers: floating-point results could differ between machines
 POWERS = (4096, 3922, 3756, 3597, 3444, 3298, 3158, 3025, 2896, 2774, 2656, 2543, 2435, 2332, 2233, 2139)
 
 
@@ -96,7 +96,7 @@ def join(entries: list[Entry]) -> bytes:
 
 
 def most_runs_bytes(bits: float, symbols: int, runs: int) -> int:
-    """Returns an upper bound for the bytes of several runs, which together have `symbols` symbols of `bits` bits."""
+    """Returns an upper bound for the bytes of `runs` runs, which together have `symbols` symbols and `bits` bits."""
     pieces = -(-(symbols + runs) // PIECE)
     # The rounding of each integer adds less than 3 bytes, because a sum of frequencies has fewer than 24 bits.
     return math.ceil((bits + 4 * runs) / 8) + 3 * pieces + 2 * max(0, pieces - 1)
@@ -126,7 +126,7 @@ class Reader:
                 self._open_piece()
             block = tables[at : at + min(_BLOCK, self._in_piece)]
             at, self._in_piece = at + len(block), self._in_piece - len(block)
-            # The symbols of a block depend only on the remainder of x by the product of the totals, a small integer.
+            # A block's symbols depend only on x modulo the product of its sums of frequencies, a small integer.
             high, x = divmod(self._x, math.prod([limits[-1] for limits in block]))
             scale = 1
             for limits in block:
@@ -166,7 +166,7 @@ HALVINGS = 22
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Return D <= `most`, and cumulative frequencies of -D .. D. The frequency of q falls as 2^-(|q| / 2^(width/4))."""
+    """Return D <= `most`, the largest q, and cumulative sums of the frequencies 2^-(|q| / 2^(width/4)) of -D .. D."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:

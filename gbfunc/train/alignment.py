@@ -16,7 +16,7 @@ from gbfunc.types import GenomeLike
 
 
 class UpdateAlignment(NamedTuple):
-    """Cosines, from -1 to 1, between the change of the weights and the negative gradient of the loss."""
+    """Cosines, from -1 to 1, between an update's change of the weights and the negative gradient of the loss."""
 
     tensors: Mapping[str, float]  # by parameter's name; nan if the change or the gradient is zero
     overall: float  # cosine for the vector of all parameters
@@ -33,9 +33,9 @@ def update_alignment(
     steepest descent, 0 for an orthogonal change, and negative for ascent. After a step of SGD with a small learning
     rate, the cosine is at least 0 for the vector of all parameters, and 1 for a direct parameter.
 
-    The gradient is computed at `before` on `batch`, with the dropout and noise of the training step, but without `amp`.
-    `after` is the state or genome after one or more training steps. Do not use `donate=True`, because such a step
-    overwrites `before`. Raises ValueError if plan, p-net and states do not fit together.
+    The gradient is computed at `before` on `batch`, with the training step's dropout and noise (of stochastic g-nets),
+    but without `amp`. `after` is the state or genome after one or more training steps. Do not use `donate=True` there,
+    because it would overwrite `before`. Raises ValueError if plan, p-net and states do not fit together.
     """
     base, seed = plan.base_tensors(pnet), step_seed(int(before.seed), int(before.step))
     leaf = next(iter(flat_genome(before).values()))

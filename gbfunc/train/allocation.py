@@ -1,4 +1,4 @@
-"""Chooses the quantization steps of a genome for a given file size, from the optimizer's mean squared gradients."""
+"""Chooses the quantization steps of a genome for a given file size, from the optimizer's means of squared gradients."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from gbfunc.types import Genome
 
 # Fractions of the training after which quantization steps are chosen: first after 60 %, and again four times.
 _WHEN = (0.6, 0.65, 0.7, 0.775, 0.85)
-_UNSET = -1000.0  # stands for a part of a leaf without a quantization step (see `allocate_steps`)
+_UNSET = -1000.0  # fills the places of missing quantization steps in the tensor `TrainState.codes`
 _SQUARES = ("exp_avg_sq", "square_avg")  # torch's names for running means of squared gradients
 
 
@@ -33,19 +33,19 @@ def allocate_steps(
     Pass the result to `save`, and to `make_train_step(rounding=)`. The loss is then computed from the rounded genome
     that the file will contain. With a `batch_size`, the loss has a penalty on the number of bits in the file. Call this
     function after 60 % of the training, continue with a training step made with the result, and call the function again
-    a few times: training reduces the bits that some values need, which allows finer quantization steps.
+    a few times: training reduces the bits that some numbers need, which allows finer quantization steps for all.
 
     Args:
         plan: the plan.
-        gnet_params: the whole state of a training with Adam or another optimizer that averages squared gradients.
+        gnet_params: the state, not split over ranks. Its optimizer must average squared gradients, as Adam does.
         genome_bytes: maximum size of the whole file in bytes. The file may be smaller, because a part's quantization
             step is at least the part's largest value divided by 2,047.
         batch_size: number of examples in a batch; 0 adds no penalty to the loss.
         metadata: the metadata that `save` will store; it counts towards the size.
 
     Raises:
-        ValueError: if the optimizer has no mean squares or has made no update, if mean squares are not finite, if the
-            state does not fit the plan, if `genome_bytes` is too small, or if a frozen parameter cannot be quantized.
+        ValueError: if the optimizer has no finite mean squares of gradients or has made no update, if the state does
+            not fit the plan, if `genome_bytes` is too small, or if quantization would distort a frozen parameter.
 
     >>> steps = gb.allocate_steps(plan, state, genome_bytes=1_000, batch_size=128)  # doctest: +SKIP
     >>> train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, rounding=steps)  # doctest: +SKIP
@@ -66,7 +66,7 @@ def allocate_steps(
         raise ValueError(f"genome_bytes must be at least {coarsest:,} for this plan, got {genome_bytes:,}: raise it")
     over, bits = coarsest - genome_bytes, code_bits(plan, leaves, steps)
     while True:
-        # Reduce the number of bits in use, not the last limit: any limit between the two gives the same steps again.
+        # Subtract from the bits that `steps` take. A limit between these bits and the last limit would change nothing.
         bits = max(0.0, bits - 8.0 * over)
         steps = allocate(plan, leaves, squares, bits, batch_size)
         over = len(compact.pack(text, plan, leaves, steps)[0]) - genome_bytes
@@ -85,7 +85,7 @@ class AutoTrainStep(TrainStep):
         return super().init(seed, **options)._replace(codes=_packed(self.plan, None))
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        """Train on one batch. At the training steps that `_WHEN` lists, choose new quantization steps first."""
+        """Train on one batch. After each fraction in `_WHEN` of `total_steps`, first choose new quantization steps."""
         checked_state(gnet_params)
         if int(gnet_params.step) in {round((self._options.total_steps or 0) * part) for part in _WHEN} - {0}:
             first = (len(x) for _, x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
@@ -101,7 +101,7 @@ class AutoTrainStep(TrainStep):
         return self._last[1]
 
     def stored(self, state: TrainState) -> Steps:
-        """Return the quantization steps in the state, or coarser steps if the file would be too large."""
+        """Return the state's quantization steps, or choose new ones if there are none or the file is too large."""
         steps, options = self.rounding(state), self._options
         genome = Genome(state.gnets, state.direct, state.buffers)
         size = sum(file_bytes(self.plan, steps, genome, options.metadata).values()) if steps else 0
@@ -113,10 +113,10 @@ class AutoTrainStep(TrainStep):
 
 
 def _packed(plan: Plan, steps: Steps | None) -> Tensor:
-    """Pack `steps.rate` and the index of each part's quantization step into a tensor; `_UNSET` for no index."""
+    """Pack `steps.rate` and the indices of the quantization steps into a tensor. `_UNSET` replaces missing numbers."""
     values = torch.full((1 + len(parts_of(plan)),), _UNSET, dtype=torch.float64, device="cpu")
     if steps is not None:
-        # Running statistics come last. If the statistics have no quantization steps, their values stay `_UNSET`.
+        # `parts_of` lists running statistics last. If they have no quantization steps, their numbers stay `_UNSET`.
         known = [steps.rate, *steps.of_parts(parts_of(plan, steps.statistics))]
         values[: len(known)] = torch.tensor(known, dtype=torch.float64, device="cpu")
     return values

@@ -47,7 +47,7 @@ class CudaGraph:
 
 
 class Rates:
-    """Learning rates of schedules: numbers in eager steps, tensors in recorded steps, where replays read new rates."""
+    """Learning rates of schedules. Eager steps get numbers. Recorded steps get tensors, which `set` updates."""
 
     def __init__(self) -> None:
         self.tensors: dict[LearningRate, Tensor | None] = {}
@@ -153,7 +153,7 @@ class CapturedTrainStep(TrainStep):
         self._graphs = self.of(super().__call__)
 
     def of(self, step: Step) -> Graphs:
-        """Make the graphs of another step function with the same optimizer, such as the step of a population."""
+        """Return `Graphs` that record another function with the same optimizer, such as the step of a population."""
         return Graphs(step, self.rates, self._options.cuda_graph == "auto")
 
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -180,7 +180,7 @@ def _write(into: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 def _batch_tensors(batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return a batch's tensors by name, and the key of the batch's graph: shapes, dtypes, and other values."""
+    """Return a batch's tensors by name, and the key of the batch's graph: shapes, dtypes and all non-tensor values."""
     leaves = tree_leaves(batch, "batch")
     tensors = {name: x for name, x in leaves if isinstance(x, Tensor)}
     shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items())

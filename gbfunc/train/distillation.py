@@ -19,7 +19,7 @@ def distillation(
 
     Let $z$ be the student's and $t$ the teacher's logits, $T$ the temperature, $a$ the weight, and $L$ the loss on
     labels. The result is $(1 - a) L + a T^2 KL(softmax(t / T) || softmax(z / T))$. For batches `(x, y)` with
-    floating-point `y`, the mean squared error of $z$ and $t$ replaces $T^2 KL$. `aux` contains the KL or this error.
+    floating-point `y`, the mean squared error of $z$ and $t$ replaces $T^2 KL$. `aux` has this error or the KL.
 
     Args:
         teacher: the trained network, which is called with the student's arguments and must return outputs of the same
@@ -73,7 +73,7 @@ def distillation(
         args, kwargs, out = calls[-1]
         student = logits_of(out)
         if student.is_meta:
-            return loss, aux  # A dry run on the meta device counts operations: leave out the teacher's.
+            return loss, aux  # A dry run on the meta device counts the p-net's operations: do not call the teacher.
         with torch.no_grad():
             target = logits_of(frozen(*args, **kwargs))
         if student.shape != target.shape:
@@ -93,7 +93,7 @@ def distillation(
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return an output that is a tensor, or its attribute `logits`. Raises TypeError for an output without logits."""
+    """Return `output` if it is a tensor, otherwise `output.logits`. Raises TypeError if the output has no logits."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise TypeError(f"a p-net must return logits or an object with .logits, got {type(output).__name__}")

@@ -41,7 +41,7 @@ class WholeLocalState(NamedTuple):
 
     start: Params
     outer: OptState
-    ranks: Params  # all other tensors by flat name, stacked over ranks: [ranks, ...]
+    ranks: Params  # all other tensors of the state by flat name, stacked over ranks: [ranks, ...]
 
 
 torch.serialization.add_safe_globals([LocalState, WholeLocalState])
@@ -69,7 +69,7 @@ class LocalTrainStep(TrainStep):
     def __call__(self, gnet_params: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         """Train on this rank's share of the batch. After every `local_steps` steps, ranks average their genomes.
 
-        Raises the errors of `TrainStep`, and ValueError if ranks have different states or if a rank has no rows.
+        Raises the errors of `TrainStep`, and ValueError if ranks began a round with different states or have no rows.
         """
         checked_state(gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
@@ -92,7 +92,7 @@ class LocalTrainStep(TrainStep):
         state = new._replace(opt=local._replace(inner=new.opt, rows=counted), seed=state.seed)
         if (start + 1) % self._length:
             return state, info
-        # If no rank had a finite loss in this round, `total` (a number of rows) is 0: undo the round.
+        # `total` is all ranks' number of rows in this round's steps with a finite loss. If it is 0, undo the round.
         outer, (total, mean, new) = local.outer, self._averaged(state)
         if total > 0:
             delta, before = ({k: tensors[k] for k in self._trained} for tensors in (mean, local.start))
@@ -149,7 +149,7 @@ class LocalTrainStep(TrainStep):
 
 
 def nesterov(lr: float = 1.0, momentum: float = 0.5) -> Optimizer:
-    """Make SGD with Nesterov's momentum. The default numbers gave the best loss (`notebooks/guides/ranks.md`)."""
+    """Make SGD with Nesterov's momentum. The defaults had the best validation loss in `notebooks/guides/ranks.md`."""
     return torch_optimizer(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 

@@ -97,9 +97,9 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
     if options.amp == torch.float16:
-        # Scale the loss against underflow (Micikevicius et al., 2018), but less on several ranks, which sum over rows.
+        # Scale the loss against underflow (Micikevicius et al., 2018), but less on several ranks, whose sums may overflow.
         scale = 2.0**10 if ranks == 1 else 2.0**4
-    # For the comparison with the whole p-net, remat="layer" saves memory: only one layer's weights exist at a time.
+    # A `Proof` runs the whole p-net on one rank. remat="layer" saves memory: only one layer's weights exist at a time.
     make_full_loss = partial(
         GenomeLoss, pnet, loss_fn, layout, replace(options, compile=False, remat="layer", microbatches=1)
     )

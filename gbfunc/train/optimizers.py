@@ -3,8 +3,8 @@
 Each update copies the leaves, makes torch's optimizer for the copies and the old state, calls `step()` once, and
 returns the new leaves and state. For Adam and AdamW, the update calls torch's fused kernel directly.
 
-Each leaf has a role. Code weights and linear coefficients belong to g-nets, and are stacked over tiles or groups of
-tiles: [tiles, ...]. Direct parameters are ordinary parameters of the p-net.
+Each leaf has a role. Code weights and linear coefficients belong to g-nets, and are stacked: [n, ...] for n tiles or,
+if tiles share parameters, for n groups of tiles. Direct parameters are ordinary parameters of the p-net.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Optimizer(NamedTuple):
         init: `(params, roles) -> state`. Raises ValueError for an unknown role, or a class that keeps numbers outside
             of the states of parameters. Raises TypeError for a class whose state does not consist of tensors.
         update: `(grads, state, params, roles, *, donate=False, finite=None, rate=learning_rate) -> (params, state)`.
-            With `donate`, inputs may be updated in place and returned. Results have no autograd graph. From the second
-            update on, leaves and state do not change if the tensor `finite` is False; the CPU never reads this tensor.
-            `rate` maps `(lr, step)` to the learning rate. Raises TypeError if `state` is not an `OptState`, and
-            ValueError if state, leaves and roles do not fit together, or if the learning rate is negative.
+            With `donate`, inputs may be updated in place and returned. Results have no autograd graph. `rate` maps
+            `(lr, step)` to the learning rate. If the tensor `finite`, which the CPU never reads, is False, only
+            `state.step` changes; pass `finite` from the second update on. Raises TypeError if `state` is not an
+            `OptState`, and ValueError if state, leaves and roles do not fit, or if the learning rate is negative.
         settings: the class, the learning rate and the options, which must be equal on all ranks.
     """
 
@@ -157,7 +157,7 @@ class _Call(NamedTuple):
         finite: Tensor | None,
         rate: Rate,
     ) -> tuple[Params, dict[str, Params]]:
-        """Return new leaves and the new state. Without a fused kernel, the first update does not use `old`."""
+        """Return new leaves and the new state. The first update ignores the state `old`, except with a fused kernel."""
         before = [params[k] for k in self.names]
         choose = finite is not None and self.adam is None  # Adam's kernel gets `finite` as `found_inf`.
         donate = donate and not choose
@@ -190,7 +190,7 @@ class _Call(NamedTuple):
         finite: Tensor | None = None,
         rate_of: Rate = learning_rate,
     ) -> Sequence[Params]:
-        """Update `params` in place, and return a new state per parameter. At the first update, `old` is empty."""
+        """Update `params` in place, and return each parameter's new state. If `old` is empty, torch makes states."""
         rate = self.group.lr if isinstance(self.group.lr, float) else rate_of(self.group.lr, step)
         if old and self.adam is not None:
             counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
@@ -235,14 +235,14 @@ class _Call(NamedTuple):
 class _Prepared(NamedTuple):
     calls: list[_Call]
     specs: dict[tuple[str, str], TensorSpec]  # of the tensors in the optimizer's state, by `(leaf, entry)`
-    # These lists repeat names, shapes and dtypes in the order of the leaves, so that a state is quickly compared.
+    # These lists repeat names, shapes and dtypes in the order of the leaves, so that the checks of an update are fast.
     leaf_specs: list[Any]
     entries: list[tuple[str, ...]]
     forms: list[Any]
 
 
 def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str | None, Any], ...]) -> _Prepared:
-    """Group the leaves that one call updates. Find shapes and dtypes of the optimizer's state by a step on zeros."""
+    """Divide the leaves into groups, each with an optimizer. Find shapes and dtypes of the state by a step on zeros."""
     names: dict[tuple[Any, ...], list[str]] = {}
     zeros: Params = {}
     for name, role, (shape, dtype, device) in leaves:
@@ -272,7 +272,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
-    """Return `tree`. If `condition` is False, tensors on the condition's device are taken from `other`."""
+    """Return `tree` or, if `condition` is False, `other`. Tensors on other devices always come from `tree`."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     on_device = [k for k, x in flat.items() if x.device.type == condition.device.type]
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in on_device}, tree)

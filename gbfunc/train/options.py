@@ -28,7 +28,7 @@ class StepOptions:
         clip_norm: maximum Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
         lazy: whether a layer multiplies by the factors of its weight instead of the dense weight. True: whenever
-            possible. False: never. `"auto"`: if factors are faster by a count of operations and bytes. Layers with a
+            possible. False: never. `"auto"`: if factors are faster, estimated from operations and bytes. Layers with a
             custom forward, and code outside of layers, read the dense weight (`dense_reads` counts how often).
         remat: which tensors backward recomputes to save memory. `"none"`: no tensor (the fastest). `"generate"`:
             tensors between genome and weights. `"layer"`: also weights, each time a layer uses a weight. Layers then
@@ -47,7 +47,7 @@ class StepOptions:
         placement: how ranks divide the genome. `"replicated"`: each rank has the whole genome and generates every
             weight; ranks exchange only the genome's gradient. `"sharded"`: each rank along the mesh's g-net axis
             generates an equal share of every ensemble's tiles, and ranks gather the tiles. `"factors"`: like
-            `"sharded"`, but ranks gather factors if g-nets have factors. `"auto"`: by a count of bytes and operations.
+            `"sharded"`, but ranks gather factors if g-nets have factors. `"auto"`: the fastest, as estimated.
         check_every: number of training steps between checks that ranks have equal states; 0 checks only the first step.
         parallel: how layers are split over the mesh's tensor axis: a style of `torch.distributed.tensor.parallel` per
             module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes styles). A rank
@@ -55,7 +55,7 @@ class StepOptions:
             takes a sharded input, each rank gets only its part of every row.
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
             `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide the
-            number of rows. The part of the loss function before the call of the p-net must run on the meta device.
+            number of rows. `torch.export` must be able to trace the loss function and the p-net.
         stages: names of the blocks with which the second and later stages begin. By default, stages have similar costs.
         rounding: the dtype for `gb.save`, or quantization steps. The loss is computed from the rounded genome, and
             gradients pass straight through the rounding. Quantization steps from `allocate_steps(..., batch_size=...)`
@@ -158,7 +158,7 @@ class StepOptions:
         if not layout.sharded:
             return
         if self.remat == "layer" and self.microbatches > 1:
-            # A rank with fewer rows may have fewer microbatches. Other ranks would wait forever for the rank's gathers.
+            # A rank with fewer rows may have fewer microbatches, and other ranks would wait forever for its gathers.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
         if self.rounding is not None:
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")

@@ -21,7 +21,7 @@ from gbfunc.train.step import StepInfo, TrainState, TrainStep, check_dtypes, che
 from gbfunc.trees import BUFFERS, TensorSpec, compare_trees, flatten_tree, like_genome, refuse_packed, tree_map
 from gbfunc.types import Params
 
-# Muon and Adafactor mix members. In ASGD and Rprop, updates are not proportional to the rate: `lr_factors` fail.
+# Muon and Adafactor would mix members. ASGD and Rprop do not scale updates by the rate, as `lr_factors` assume.
 _REFUSED = ("Muon", "Adafactor", "ASGD", "Rprop")
 _VMAP = (
     "the p-net or the loss function failed under torch.func's vmap and grad; if it works with one genome, train the "
@@ -33,7 +33,7 @@ class Population:
     """A training step of n genomes at once: `population(states, batch) -> (states, info)`. See `gb.population`.
 
     `states` is a `TrainState` whose tensors have the n members as first dimension. `info` is a `StepInfo` of tensors
-    [n]. `train_step` trains a single genome. The population trains each member in the same way.
+    [n]. `train_step` is the training step of a single genome, which the population applies to each member.
     """
 
     def __init__(self, train_step: TrainStep, n: int, lr_factors: Tensor | None, same_batch: bool) -> None:
@@ -116,7 +116,7 @@ class Population:
         rows = None if same else tree_map(lambda x: 0 if isinstance(x, Tensor) else None, batch)
         dims = (0, None if noise is None else 0, 0, rows)
         with seeded(seeds[0], like.device), torch.enable_grad():
-            # Compute vmap(grad). With grad(vmap), tensors inside of the loss function would not require grad.
+            # Compute vmap(grad). With grad(vmap), a member's loss would not require grad: `loss.on` raises an error.
             many = vmap(one, dims, randomness="different")
             loss_n, aux, buffers, found = many(frozen | trained, noise, buffers, None if same else batch)
             if loss_n.requires_grad:

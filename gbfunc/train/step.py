@@ -25,7 +25,7 @@ from gbfunc.types import Genome, GenomeLike, GNets, Params
 
 _SHAPE, _KIND = attrgetter("shape"), attrgetter("shape", "dtype")
 _READ = {"cpu"}  # devices from which Python reads a value without waiting
-SHUFFLE_CHECK_STEP = 200  # at this training step, warn if permuted targets give about the same loss or a smaller loss
+SHUFFLE_CHECK_STEP = 200  # at this training step, warn if permuted targets give about the loss of true targets, or less
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, TAOCP 3, section 6.4): gives each step a seed
 _CONSTANT = (
     "after {} steps the loss, {:.4g}, is as large as that of a constant prediction: targets in another order give no "
@@ -156,7 +156,7 @@ class TrainStep:
         return gather_state(self._layout, gnet_params)
 
     def fitted(self, tensors: Params) -> Params:
-        """Fit a saved state's tensors to the mesh. Raise ValueError for a state saved with `local_steps`."""
+        """Return a saved state's tensors, which fit any mesh. Raise ValueError for a state saved with `local_steps`."""
         if any(name.startswith("opt/ranks/") for name in tensors):
             raise ValueError("it is from a training with local steps: pass local_steps= as well")
         return tensors
@@ -259,7 +259,7 @@ class TrainStep:
 
 
 def _other_targets(batch: Any) -> list[Any]:
-    """Return copies of a batch `(x, y)` or with `labels`: up to four with permuted targets, one with equal targets."""
+    """Return copies of a batch `(x, y)` or `{"labels": y}`: up to four with permuted y, one with equal rows in y."""
     labelled = isinstance(batch, dict)
     y = batch.get("labels") if labelled else batch[1] if type(batch) in (tuple, list) and len(batch) == 2 else None
     if not isinstance(y, Tensor) or not y.ndim or len(y) < 2:

@@ -1,1 +1,1 @@
-"""Computes the loss and the gradient of a genome: base classes (`loss`), a file per method, and checks (`proof`)."""
+"""Methods to compute a genome's loss and gradient, one per file. `loss` has base classes; `proof` checks split nets."""

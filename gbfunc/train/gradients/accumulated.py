@@ -22,8 +22,8 @@ def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
 def parts_of_share(n: int, splits_inputs: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
     """Split a rank's share of a batch into at most n microbatches. Returns `[(microbatch, number of rows)]`.
 
-    With `splits_inputs`, the share is split into exactly n microbatches, some of which may be empty: layers exchange
-    messages in each microbatch, so all ranks need the same number of microbatches.
+    With `splits_inputs` (tensor ranks divide each row), there are exactly n microbatches, and some may be empty: layers
+    exchange messages in each microbatch, so all ranks need the same number of microbatches.
     """
     most = n_rows(batch)
     if n == 1 or most is None:
@@ -62,22 +62,22 @@ class Accumulated(OneGraph):
 def weights_of(loss: GenomeLoss, inputs: StepInputs, regenerate: bool) -> tuple[Params, Params, list[str]]:
     """Generate the weights, and cut the graph between g-nets and p-net, to sum gradients of the weights at the cut.
 
-    Returns the weights with their graph, the weights as leaves of a new graph, and the names of weights that need
+    Returns the weights with their graph, the detached weights that the p-net gets, and the names of weights that need
     gradients. With `regenerate`, the first value is {}: to save memory, the caller generates the weights again.
     """
     with torch.set_grad_enabled(not regenerate):
         weights = loss.weights(inputs)
-    leaves, trained = Params(), list[str]()
+    at_cut, trained = Params(), list[str]()
     for k, w in weights.items():
-        leaves[k] = w.detach()
+        at_cut[k] = w.detach()
         if (w.requires_grad or (regenerate and differentiable(w.dtype))) and k not in loss.generator.frozen:
             trained.append(k)
-            leaves[k].requires_grad_()
-    return {} if regenerate else weights, leaves, trained
+            at_cut[k].requires_grad_()
+    return {} if regenerate else weights, at_cut, trained
 
 
 def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradients:
-    """Compute the gradients of `wanted`, leaves of the genome, from `sums`, the summed gradients of weights."""
+    """Compute gradients of the genome's leaves `wanted` from `sums`, gradients of weights summed over microbatches."""
     used = [k for k in sums if weights[k].requires_grad]
     if not used:
         return (None,) * len(wanted)

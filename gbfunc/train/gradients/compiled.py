@@ -22,8 +22,8 @@ _FAILS = "the step fails if torch.compile compiles the code, and runs otherwise:
 class CompiledGraph(OneGraph):
     """Computes the loss and the gradient by `torch.compile`.
 
-    With `joint`, `torch.func` computes loss and gradient in one graph if the compiler supports the code. Otherwise
-    autograd runs one graph for the forward and one for the backward, which takes about 0.3 ms longer per call.
+    With `joint`, `torch.func` computes loss and gradient in one graph if the compiler supports the code. In all other
+    cases, autograd runs one graph for the forward and one for the backward, which takes about 0.3 ms longer per call.
     """
 
     def __init__(self, loss: GenomeLoss, scale: float, layout: Layout, *, joint: bool) -> None:
@@ -85,7 +85,7 @@ class CompiledGraph(OneGraph):
         trained = {k: x for k, x in inputs.leaves.items() if x.requires_grad}
         leaves = {k: x.detach() for k, x in inputs.leaves.items()}
         rows = self.loss.rows(inputs.rows)
-        # Pass the factor as a tensor, because each new Python number would cause a recompilation.
+        # Pass the factor of the loss as a tensor, because each new Python number would cause a recompilation.
         factor = None if self._scale * rows == 1 else torch.tensor(self._scale * rows)
         # A failed trace inside torch.func would leave torch's saved-tensor hooks disabled. This context restores them.
         with torch.autograd.graph.disable_saved_tensors_hooks("torch.func has none"):
@@ -93,7 +93,7 @@ class CompiledGraph(OneGraph):
             loss, aux, buffers, found = compiled(inputs._replace(leaves=leaves), [*trained], factor)
         inputs.buffers.update(buffers)
         if loss.requires_grad:
-            # The loss depends on the p-net's own parameters. `gradients` raises the ValueError for this case.
+            # The loss depends on the p-net's original parameters. `gradients` raises the ValueError for this case.
             self.loss.gradients(loss, [])
         by_leaf = dict(zip(map(id, trained.values()), found, strict=True))
         if by_leaf.keys() == set(map(id, wanted)):
@@ -116,7 +116,7 @@ _CODES = count()
 
 
 def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False) -> Callable[..., Any]:
-    # With `fallback_random`, compiled code draws random numbers as eager code does. Other options need torch 2.8.
+    # With `fallback_random`, compiled code draws random numbers as eager code does. The next options need torch 2.8.
     options: dict[str, Any] = {"fallback_random": True}
     if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
         options["cpp_wrapper"] = cpp_wrapper

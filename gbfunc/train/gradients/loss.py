@@ -42,7 +42,7 @@ _OWN_READ = (
     "the loss depends on parameters of the p-net itself, which are not generated: a forward must read self.NAME, a "
     "loss function NAME.detach(), for NAME "
 )
-_FLATTENED = 1 << 15  # Gradients of at most this many numbers are flattened, which halves the time of the norm.
+_FLATTENED = 1 << 15  # Gradients up to this total size are joined to one vector, which halves the time of the norm.
 _DEFAULT_GENERATORS = threading.RLock()  # Threads share torch's generators: one thread at a time may seed them.
 
 
@@ -101,7 +101,7 @@ class Result(NamedTuple):
 class GenomeLoss:
     """Computes the loss and aux of a genome: `generator` generates the weights, and `net` applies the p-net.
 
-    `names` and `pieces` are passed to `make_generator`, and `adapt` is passed to `PureNet`.
+    `names` and `pieces` (blocks of matrices) select what a rank generates. `adapt` changes the layers of a split p-net.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class GenomeLoss:
         self.generator = make(lazy=lazy, remat=options.remat == "layer", names=names, pieces=pieces)
         self.net = PureNet(pnet, self.generator.forms, adapt, base)
         without_sparse(self.net.skeleton, {name for t in layout.plan.generated for name in (t.name, *t.aliases)})
-        # `gradients` raises an error if the loss depends on these parameters.
+        # `gradients` raises an error if the loss depends on these parameters instead of generated weights.
         self._own = {name: p for name, p in pnet.named_parameters() if differentiable(p.dtype)}
 
     @property
     def tolerance(self) -> float:
-        """The largest relative distance of two gradients that rounding in the p-net's coarsest dtype may cause."""
+        """The largest relative distance between two gradients that rounding in the p-net's coarsest dtype may cause."""
         dtypes = {torch.float32, *(p.dtype for p in self._own.values())} | ({self._amp} if self._amp else set())
         return max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.4
 
@@ -142,7 +142,7 @@ class GenomeLoss:
     def with_gradients(
         self, inputs: StepInputs, names: list[str], factor: Tensor | float | None
     ) -> tuple[Tensor, Any, Params, list[Tensor]]:
-        """Return loss, aux as tensors, new buffers, and the gradients of `loss * factor`, computed by `torch.func`."""
+        """Return loss, aux as tensors, new buffers, and gradients of `loss * factor` for the leaves `names`."""
 
         def loss_of(trained: Params, buffers: Params) -> tuple[Tensor, Any]:
             loss, aux = self(inputs._replace(leaves=inputs.leaves | trained, buffers=buffers))
@@ -179,7 +179,7 @@ class GenomeLoss:
         return rows or 1
 
     def gradients(self, loss: Tensor, wanted: list[Tensor]) -> Gradients:
-        """Return the gradients of `wanted`; raise ValueError if the loss uses the p-net's own parameters."""
+        """Return the gradients of `wanted`; raise ValueError if the loss uses the p-net's original parameters."""
         own = {k: x for k, x in self._own.items() if x.requires_grad}
         inputs = [*wanted, *own.values()]
         # Under the caller's autocast, backward would compute the matrix products of the g-nets in half precision.
@@ -195,7 +195,7 @@ class Strategy:
     """Base class of methods to compute a genome's gradient. Most subclasses have a file of their own in this folder."""
 
     loss: GenomeLoss | None = None  # None until the first call builds the loss
-    least_rows: int = 2  # rows of zeros that replace an empty share; some layers need two rows
+    least_rows: int = 2  # number of rows of zeros that replace an empty share; some layers need two rows
 
     def __call__(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
         raise NotImplementedError
@@ -286,7 +286,7 @@ def capturing(device: torch.device) -> bool:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators, which dropout uses, and restore them at the end. Other threads wait."""
+    """Seed torch's default generators, which dropout uses, and restore them at the end. Threads take turns."""
     if capturing(device):  # `Graphs` seeds the generators before each replay.
         yield
         return
@@ -308,7 +308,7 @@ def detached(buffers: Params) -> Params:
 
 
 def noise_of(plan: Plan, seed: int, like: Tensor) -> Noise | None:
-    """Draw the noise of stochastic g-nets from a training step's seed. Returns None if no g-net is stochastic."""
+    """Draw the noise that stochastic g-nets add to weights, from a training step's seed; None without such g-nets."""
     # Change the seed: with the seed of dropout, the noise would equal dropout's random numbers.
     return sample_noise(plan, torch.Generator().manual_seed(seed ^ 1), like) if plan.stochastic else None
 

@@ -32,7 +32,7 @@ class Pipelined(Strategy):
     """Computes gradients of this rank's weights by a pipeline schedule, and then the genome's gradient.
 
     The first call records a forward of the p-net, to find the parameters that this rank uses. `build` then makes a
-    `GenomeLoss` of these parameters.
+    `GenomeLoss` that generates only these parameters.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Pipelined(Strategy):
         return self._result(inputs, wanted, self._prepared(split[0][0], wanted[0].device, self._amp), split, False)
 
     def proof(self, make_full_loss: Callable[[], GenomeLoss]) -> Proof:
-        """Make the `Proof` that compares a microbatch's gradient over all stages with a gradient of the whole p-net."""
+        """Make the `Proof` that compares a microbatch's gradient over pipeline ranks with a whole p-net's gradient."""
 
         def local_gradients(inputs: StepInputs, wanted: list[Tensor]) -> Gradients:
             loss = self._prepared(inputs.batch, wanted[0].device, None).without_amp()

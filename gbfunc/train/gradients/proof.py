@@ -22,7 +22,7 @@ class Proof(NamedTuple):
     """Compares gradient and buffers over several ranks with gradient and buffers of the whole p-net on one rank."""
 
     make_full_loss: Callable[[], GenomeLoss]  # makes the loss of the whole p-net
-    local_gradients: GradientFn  # computes this rank's term of the gradient, as a training step does
+    local_gradients: GradientFn  # computes, as a training step does, this rank's term of the sum over `axes`
     step_loss: Callable[[], GenomeLoss | None]  # returns the loss of training steps, None before the first step
     take_rows: Callable[[Any], Any]  # selects a few rows of a batch
     axes: tuple[AxisName, ...]  # mesh axes along which the ranks' terms are summed
@@ -71,7 +71,7 @@ def as_vector(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def largest_distance(mesh: Mesh, found: Tensor, expected: Tensor) -> float:
-    """Return the largest `|found - expected| / |expected|` of all ranks; 0 for a nonfinite `expected`."""
+    """Return the ranks' largest `|found - expected| / |expected|`, which is 0 on ranks with a nonfinite `expected`."""
     difference, size = (float(torch.linalg.vector_norm(x)) for x in (found - expected, expected))
     distance = difference / size if size and math.isfinite(difference) else math.inf if difference else 0.0
     return max(gather_objects(mesh, distance if math.isfinite(size) else 0.0))

@@ -69,7 +69,7 @@ class RankObjective(Objective):
                 self._check_first_step(loss, inputs, trained)
             self._first_step_checked = True
         if not counts:
-            # Discard gradients of the rows of zeros. Keep a split genome's gradients: they come from other ranks' rows.
+            # Discard gradients of the rows of zeros. Keep gradients of split g-nets, which come from other ranks' rows.
             kept = {k for k in gradients if self._layout.sharded and k.startswith(GNET)}
             gradients = {k: g if k in kept else torch.zeros_like(g) for k, g in gradients.items()}
         before = {k: buffers[k] for k in self._averaged}
@@ -84,7 +84,7 @@ class RankObjective(Objective):
             self._proof.compare(self._layout, inputs, trained)
 
     def _check_batch(self, batch: Any, with_values: bool) -> None:
-        """Check that ranks which need the same batch have equal shapes and, if `with_values`, equal values.
+        """Check that ranks which must get the same batch got equal shapes and, if `with_values`, equal values.
 
         Shapes are checked in every training step, because shapes determine the sizes of messages, and gloo aborts a
         process that receives a message of an unexpected size.
@@ -146,7 +146,7 @@ def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, spli
         found = plain_gradients(loss)(inputs, wanted)
         if split.local_rows is None:
             return found
-        # `found` are gradients of the sum of the rows' losses. The whole p-net's loss is their mean: divide by rows.
+        # `found` has gradients of the sum of losses over rows. The loss of the whole p-net is the mean: divide by rows.
         rows = sum(gather_objects(split.wire.mesh, split.local_rows, "tensor"))
         return tuple(None if g is None else g / rows for g in found)
 
@@ -178,6 +178,6 @@ class SplitObjective(RankObjective):
         inputs = inputs._replace(batch=self._proof.take_rows(inputs.batch), rows=1)
         try:
             gradient_and_changes(plain_gradients(self._proof.make_full_loss()), inputs, [*trained.values()], 0)
-        except Exception:  # The user's loss function may raise any error for these shapes.
+        except Exception:  # The user's loss function may raise any error for outputs that are not split.
             return False
         return True
