@@ -97,7 +97,7 @@ def _make_objective(pnet: nn.Module, loss_fn: LossFn, layout: Layout, options: S
         styles = resolve(pnet, options.parallel)
         split = TensorParallel(pnet, styles, layout.mesh) if layout.mesh.sizes["tensor"] > 1 else None
     if options.amp == torch.float16:
-        # Scale the loss against underflow (Micikevicius et al., 2018), but less on several ranks, whose sums may overflow.
+        # Scale the loss against underflow (Micikevicius et al., 2018), but less on several ranks, as sums may overflow.
         scale = 2.0**10 if ranks == 1 else 2.0**4
     # A `Proof` runs the whole p-net on one rank. remat="layer" saves memory: only one layer's weights exist at a time.
     make_full_loss = partial(
