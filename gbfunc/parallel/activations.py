@@ -58,7 +58,7 @@ class Wire(NamedTuple):
         return moved
 
     def joined(self, x: Tensor, placement: Any, sizes: Sizes = ()) -> Any:
-        """Build a DTensor from this rank's `x`. If `placement` is a `Shard`, `sizes` has the lengths of all pieces."""
+        """Build a DTensor from this rank's piece `x`. For a `Shard`, `sizes` has the lengths of all pieces."""
         shape = list(x.shape)
         if isinstance(placement, Shard):
             shape[placement.dim] = sum(sizes)
@@ -101,7 +101,7 @@ class _Moved(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float, seen: list[Tensor] | None = None) -> Tensor:
-    """Return `x`. Backward multiplies the gradient by `factor`. Before, `seen` records the gradient for checks."""
+    """Return `x`. Backward multiplies the gradient by `factor`. A list `seen` records the gradient, for checks."""
     if factor == 1.0 or not (y := x.view_as(x)).requires_grad:
         return x
 

@@ -80,7 +80,7 @@ def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = Non
 
 
 def balanced_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return the first block of each stage, and the number of blocks. The largest cost of a stage is minimal.
+    """Return the first block of each stage, and the number of blocks. The largest cost of all stages is minimal.
 
     >>> balanced_stages([1, 1, 1, 5], 2)
     (0, 3, 4)

@@ -35,7 +35,7 @@ class Gather(NamedTuple):
     counts: bool = True
 
     def no_tiles(self, e: Ensemble, leaves: Params) -> Tensor | Factors:
-        """Return tensors of 0 tiles that depend on the leaves, so that this rank's backward runs the collectives."""
+        """Return 0 tiles or factors (empty tensors) that depend on the leaves, so that backward runs collectives."""
         anchor = next(iter(leaves.values())).reshape(-1)[:0].sum()
         rows, cols, *_ = e.dims
         if self.layout.as_factors(e):
@@ -157,7 +157,7 @@ def weighted_mean(layout: Layout, weight: Tensor, tensors: list[Tensor]) -> tupl
 
 
 def _wide(x: Tensor) -> Tensor:
-    # In half precision, products with the number of rows could overflow, and would be rounded twice.
+    # In half precision, products with the number of rows could overflow, and would be rounded before the sum.
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -185,7 +185,7 @@ def shard_state(layout: Layout, state: Any) -> Any:
 
 
 def gather_state(layout: Layout, state: Any) -> Any:
-    """Undo `shard_state`: return the full state on every rank. All ranks must call."""
+    """Undo `shard_state`: return the state with all rows on every rank. All ranks must call."""
     check_genome(layout.plan, state, layout.shapes)
     if not layout.sharded:
         return state

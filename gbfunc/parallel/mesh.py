@@ -50,7 +50,7 @@ def failing(what: str, rank: int, world: int, timeout: float) -> Iterator[None]:
 
 
 class Axis(NamedTuple):
-    """The ranks with which this rank communicates along an axis: on all other axes, their position is this rank's."""
+    """The ranks with which this rank communicates along an axis: the ranks at the same position on all other axes."""
 
     name: AxisName
     ranks: tuple[int, ...]  # Global ranks

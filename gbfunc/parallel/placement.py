@@ -68,7 +68,7 @@ class Layout:
 
 
 def tile_shares(plan: Plan, gnets: int) -> dict[str, Sizes]:
-    """Return {ensemble: number of tiles on every rank along the axis `gnets`}, without ensembles that have no leaf."""
+    """Return {ensemble with leaves: its number of tiles on every rank along the axis `gnets`}."""
     sizes, turn = {}, 0
     for e in plan.ensembles:
         if e.leaves:
@@ -102,7 +102,7 @@ def shares_of(n_tiles: int, ranks: int, turn: int) -> Sizes:
 
 
 def sent_dtype(plan: Plan, e: Ensemble, as_factors: bool) -> torch.dtype | None:
-    """Return the narrow dtype of the weights if tiles are sent in this dtype, None if in the genome's dtype."""
+    """Return the weights' dtype if tiles are sent in this dtype, to save bytes. None: in the genome's dtype."""
     narrow = {DTYPES[plan.tensors[p.tensor].dtype] for p in e.spans}
     added = any(p.slot.offset for p in e.spans)
     if as_factors or added or len(narrow) > 1 or next(iter(narrow)).itemsize >= plan.dtype.itemsize:
@@ -141,7 +141,7 @@ def placement_cost(plan: Plan, data: int, gnets: int, placement: Placement, lazy
 
 
 def make_layout(plan: Plan, mesh: Mesh, placement: Placement | str, *, lazy: bool = False) -> Layout:
-    """Return the layout of a placement; `"auto"` chooses the cheapest. With `lazy`, layers may apply factors."""
+    """Return the layout of a placement; `"auto"` chooses the fastest. With `lazy`, layers may apply factors."""
     if placement == "auto":
         balance = OPERATIONS_PER_BYTE.get(mesh.device.type, OPERATIONS_PER_BYTE["cpu"])
         costs = {p: placement_cost(plan, mesh.data, mesh.gnets, p, lazy) for p in PLACEMENTS}

@@ -51,7 +51,7 @@ class RankLayout(NamedTuple):
 
     @property
     def order(self) -> str:
-        return self.schedule or "1f1b"  # Without a pipeline, backward also follows the forward of each microbatch
+        return self.schedule or "1f1b"  # Without a pipeline, each forward is followed by its backward, as in 1F1B
 
     @property
     def stages(self) -> list[list[int]]:
@@ -194,7 +194,7 @@ class Model:
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
     def stages(self, n: int) -> list[frozenset[int]]:
-        """Return the indices of the cells of n stages. Layers before and after the blocks are in the outer stages."""
+        """Return the indices of n stages' cells. Layers before and after the blocks are in the first and last stage."""
         starts = [0, *(start + 1 for start in self.starts(n)[1:-1]), len(self.blocks) + 2]
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 

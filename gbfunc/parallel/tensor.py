@@ -157,7 +157,7 @@ class TensorParallel:
         return *full[:dim], sizes[self._rank], *full[dim + 1 :]
 
     def adapt(self, skeleton: nn.Module) -> frozenset[str]:
-        """Install the parallel layers in a copy of the p-net; return the names of parameters that ranks divide."""
+        """Install parallel layers in a copy of the p-net. Return names of parameters that become pieces or DTensors."""
         for name, style in self._styles.items():
             module = skeleton.get_submodule(name)
             if name in self._splits:
@@ -185,7 +185,7 @@ class TensorParallel:
                 )
             words = isinstance(layer, nn.Embedding)
             features = split.out if words or split.by_rows else split.into
-            # An embedding that is split over words returns rows of the full width: do not shrink the weight.
+            # An embedding that is split over words returns the full width: its weight need not shrink for the trace.
             if isinstance(features, Shard) and not (words and split.by_rows):
                 for key, dim in split.dims.items():
                     full = getattr(layer, key)
@@ -268,7 +268,7 @@ class TensorParallel:
             weight, _, key = name.rpartition("_form.")
             if name in self._placements:
                 placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
-            # If each rank uses a different piece of a weight, gradients differ: do not scale them.
+            # If each rank uses a different piece of a weight, the gradients differ: do not divide them.
             elif x.requires_grad and (weight not in self.pieces or key in ("left", "right")):
                 seen = None
                 if self._compared is not None and not weight and name.rpartition(".")[0] not in self._splits:
