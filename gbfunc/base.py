@@ -33,8 +33,8 @@ class Base(NamedTuple):
 class BaseTensors:
     """The frozen tensors of a base: the p-net's parameters, and copies of the buffers, which a forward may change."""
 
-    # Tensors named in `new` are not part of the base. If rows were appended to a parameter (a resized embedding), its
-    # function in `old` sets these rows to zero, so that the hash does not depend on the values of the new rows.
+    # Tensors named in `new` are not part of the base. If rows were appended to a parameter (a resized embedding), `old`
+    # maps the parameter's name to a function that sets these rows to zero: the hash must not depend on these rows.
     def __init__(self, pnet: nn.Module, new: Collection[str], old: Mapping[str, Callable[..., Tensor]] = {}) -> None:
         for name, layer in pnet.named_modules():
             if getattr(layer, "max_norm", None) is not None and f"{name}.weight".lstrip(".") not in new:

@@ -28,13 +28,13 @@ Noise = Mapping[str, Params]
 _DRAWS = 8  # Maximum number of draws of a slot's leaves; leaves of a constant matrix are drawn again
 _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A matrix counts as constant if removing its mean reduces the standard deviation to this fraction
-_LARGE, _MANY = 1 << 20, 64  # `moments` forms matrices of up to _LARGE weights, or with factors of under _MANY columns
+_LARGE, _MANY = 1 << 20, 64  # `moments` forms matrices of up to _LARGE weights, or of factors with under _MANY columns
 _SAMPLED = 64  # Statistics of a tile use a sample of at most this many rows and columns
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return codes of rows and of columns, [tiles, tile length, numbers]; [1, ...] if all tiles have equal codes."""
+    """Return codes of rows and of columns, [tiles, tile length, width of a code]; [1, ...] if all are equal."""
     if is_exporting():
         row, col = ensemble.codes_on(device)
     else:
@@ -326,7 +326,7 @@ def _sampled(constants: Constants) -> Constants:
 
 
 def _interacting(slot: _Slot, mine: Params, linear: list[str]) -> Params:
-    """Return linear leaves that reduce the means of a tile's rows and columns, at a standard deviation of 1.
+    """Return linear leaves that reduce the means of a tile's rows and columns, and give the tile standard deviation 1.
 
     A tile is a sum of features with coefficients v. If each feature is a function of one weighted sum of the codes, as
     in a ReLU g-net, most of the variance is in the means of rows and columns. These means are a matrix of rank 2 with a

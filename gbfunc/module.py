@@ -317,7 +317,7 @@ class GenomeModule(nn.Module):
         super()._apply(fn, recurse)
         if self._frame.base is not None and (base := self._frame.base.cast(fn)) is not None:
             self._frame = self._frame._replace(base=base)
-        # Build constants for the leaves' new device now, because a compiled forward cannot build constants.
+        # Build the g-nets' constants, such as codes, on the new device now: a compiled forward cannot build constants.
         self._build()
         return self
 

@@ -1,4 +1,4 @@
-"""Layers of a p-net: how weights are reshaped to matrices (`kinds`), and how layers compute with generated weights."""
+"""Layers of a p-net: how weights are folded from matrices (`kinds`), and how layers compute with generated weights."""
 
 from gbfunc.layers.kinds import KINDS, LayerKind, layer_kind
 

@@ -24,7 +24,7 @@ _LINEAR = 0.05  # Tolerated |f(x) + f(y) - f(x + y)| of a linear layer f, relati
 
 
 def hidden_layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, layer) for each layer that has `in_features` but no floating-point weight."""
+    """Yield (name, layer) of layers that hide their weight: with `in_features`, but no floating-point weight."""
     for name, layer in net.named_modules():
         sizes = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
         inner = [m for m in layer.modules() if m is not layer]

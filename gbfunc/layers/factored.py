@@ -68,7 +68,7 @@ class FactoredWeight(WeightForm):
         return (self._thin_linear if use.operation == "linear" else self._thin_conv)(weight, x, bias, *use.options)
 
     def _pays(self, weight: Weight, batch_rows: int, conv: bool = False) -> bool:
-        # An exported program cannot choose by the number of rows. With `auto`, programs use the dense weight.
+        # An exported program cannot choose by the number of rows. With `auto`, exported programs use the dense weight.
         dense = self.auto if is_exporting() else not batch_rows < self._thin_rows[conv]
         if dense or (weight.formed is not None and not weight.applied):
             return False
@@ -94,7 +94,7 @@ class FactoredWeight(WeightForm):
     def _thin_conv(
         self, weight: Weight, x: Tensor, bias: Tensor | None, conv: Callable[..., Tensor], options: dict[str, Any]
     ) -> Tensor | None:
-        """Convolve with the right factors (k filters per tile), then with the left factors (1x1). None as in `thin`."""
+        """Convolve with the right factors (k filters per tile) and left factors (1x1). Return None as `thin` does."""
         positions = math.prod(self.shape[2:])
         fits = options["groups"] == 1 and self.grid.tile_cols % positions == 0
         if not fits or not self._pays(weight, _positions(x, self.shape[2:], options), conv=True):
@@ -164,7 +164,7 @@ class DeltaWeight(FactoredWeight):
         self._base_on, self.frozen = base, self.keys[-1:]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickles omit the base, because a module for inference has the base's tensor as a parameter.
+        # Omit `_base_on` from pickles: the pickled module for inference has the base's weight as a parameter.
         return self.__dict__ | {"_base_on": None}
 
     def of(self, sources: Sequence[Source]) -> Params:

@@ -55,8 +55,8 @@ class Target(NamedTuple):
     name: str  # name of the parameter
     kind: LayerKind
     shape: tuple[int, ...]  # shape of the parameter, or of the block `piece`
-    offsets: tuple[float, ...] = ()  # one number per matrix, which is added to all its entries
-    narrow: torch.dtype | None = None  # the p-net's dtype if it is narrower than the genome's; None does not cast
+    offsets: tuple[float, ...] = ()  # one number per matrix, added to all entries of the matrix
+    narrow: torch.dtype | None = None  # dtype of the weight if narrower than the genome's; None does not cast
     base: Callable[[torch.device], Tensor] | None = None  # returns the frozen tensor of the base, to be added
     piece: Piece | None = None  # block of the matrix to generate; None for the entire matrix
 
@@ -205,7 +205,7 @@ def weight_of(layer: Any, attribute: str) -> Any:
 
 
 class Parameters(dict[str, Any]):
-    """The `_parameters` of a layer. During a call of the p-net, entries of generated weights return dense weights."""
+    """Replaces a layer's `_parameters`: in a call of the p-net, `parameters()` returns generated weights as tensors."""
 
     def __init__(self, layer: nn.Module, attributes: Collection[str]) -> None:
         super().__init__(layer._parameters)
@@ -231,7 +231,7 @@ class Parameters(dict[str, Any]):
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:
-    """Hide tensors that autograd saves here from a checkpoint, whose second forward may not generate weights again."""
+    """Hide saved tensors of this context from checkpoints, whose second forward may not generate weights again."""
     # Older versions of torch cannot tell whether a checkpoint surrounds this code: assume that one does.
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda _: True)

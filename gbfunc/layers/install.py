@@ -84,7 +84,7 @@ def _generated(attribute: str) -> property:
     def read(layer: Any) -> Tensor:
         weight = weight_of(layer, attribute)
         if weight is None:
-            # After an AttributeError, nn.Module looks up the placeholder parameter instead.
+            # After an AttributeError, nn.Module looks up the parameter that the layer has outside of calls.
             raise AttributeError(attribute)
         return weight.read() if isinstance(weight, Weight) else weight
 

@@ -284,7 +284,7 @@ def _plan_summary(plan: Plan) -> JSON:
 
 
 def describe_training(settings: Mapping[str, Any], step: int) -> dict[str, str]:
-    """Describes options of an optimizer as strings. A schedule becomes its rate at `step` and a hash of its rates."""
+    """Describes optimizer options as comparable strings: a schedule by its rate at `step` and a hash of its rates."""
     if "cls" not in settings:
         return {k: text_of(v) for k, v in settings.items()}  # An optimizer that `torch_optimizer` did not make
     by_role = {f"{role}.{k}": v for role in ROLES for k, v in (settings[role] or {}).items()}
@@ -319,7 +319,7 @@ def _differing(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str
 
 def _encode(tensors: Params, about: dict[str, str]) -> bytes:
     data = to_bytes(tensors, {"format": _FORMAT, "sha256": _NO_DIGEST, **about})
-    # Replace the entry `"sha256":"000..."`. The user's metadata cannot contain this text, because quotes are escaped.
+    # Fill the hash into the entry `"sha256":"000..."`. No other metadata contain this text: their quotes are escaped.
     return data.replace(_entry(_NO_DIGEST), _entry(hashlib.sha256(data).hexdigest()), 1)
 
 

@@ -250,7 +250,7 @@ def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
         words = f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}"
         if not name.startswith(DIRECT):
             raise ValueError(f"{words}: it would be 0; dtype='bfloat16' holds smaller ones")
-        # Only warn: biases of attention keys have such tiny values, because their exact gradient is 0.
+        # Only warn: biases of attention keys may be as tiny as that, because their exact gradients are 0.
         warnings.warn(f"{words}, in which it is 0; dtype='bfloat16' holds smaller ones", UserWarning, stacklevel=3)
 
 

@@ -92,7 +92,7 @@ def push_pretrained(
 def load_pretrained(
     name: str | os.PathLike[str], factories: Sequence[Callable[..., Any]] = (), **options: Any
 ) -> tuple[Plan, Genome]:
-    """Return plan and genome from a folder or a hub repository. Options and errors: `GenomeModule.from_pretrained`."""
+    """Load plan and genome from a folder or a hub repository. `options` are as in `GenomeModule.from_pretrained`."""
     place = Path(name)
     if place.is_dir():
         return load(place / GENOME_FILE, factories=factories)

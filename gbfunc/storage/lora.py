@@ -80,7 +80,7 @@ def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pn
                 why = "is not of a layer that LoRA knows: its forward is not torch's"
             raise ValueError(f"the delta of {tensor.name!r} {why}{_INSTEAD}")
         a, b = as_low_rank(*form.by_tile(form.taken(weights)), form.grid)
-        # If several layers have the same tied weight, each layer gets its own entries.
+        # If several layers share a tied weight, write the factors once per layer.
         for name in (tensor.name, *tensor.aliases):
             tensors |= _layer_tensors(pnet, name, a, b)
             ranks[name.rpartition(".")[0]] = len(a)
