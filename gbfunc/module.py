@@ -310,7 +310,7 @@ class GenomeModule(nn.Module):
 
         self._generator_of, self._drawn = functools.cache(of), None
         self._forwards, self._first = itertools.count(1), list[Tensor]()
-        self._generator = of(*(t.name for t in plan.generated))
+        self._generator = of(*self._frame.sources.values())
         self._generator.prepare(self._leaves())
 
     def _apply(self: Self, fn: Callable[..., Any], recurse: bool = True) -> Self:

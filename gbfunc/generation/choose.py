@@ -50,7 +50,7 @@ def make_generator(
     if plan.base is not None and base is None:
         raise ValueError("the genome holds deltas of a base, but base is None: pass the pretrained p-net (base=)")
     layout = layout if layout is not None and layout.sharded else None
-    of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.params}
+    of_base = {} if base is None else {k: partial(base.tensor, k) for k in base.params if names is None or k in names}
     # With several ranks, layers get factors only if the ranks gather factors, and gather once, not for each use.
     keeps_factors = layout is None or (layout.placement == "factors" and not remat)
     chooser = _Chooser(plan, kernel, layout, pnet, lazy if keeps_factors else False, remat, pieces or {}, of_base)

@@ -46,7 +46,8 @@ def draw(axes: Axes, about: dict[str, Any]) -> None:
             zorder=3 if own else 2,
         )
     axes.set_xscale("log", base=2 if about.get("log_y") else 10)
-    axes.xaxis.set_major_formatter(FuncFormatter((lambda x, _: f"{x:g}") if about.get("log_y") else size))
+    plain = about.get("log_y") or about.get("numbers")
+    axes.xaxis.set_major_formatter(FuncFormatter((lambda x, _: f"{x:,g}") if plain else size))
     axes.xaxis.set_minor_locator(NullLocator())
     ticks = about["ticks"]
     if about.get("error") or about.get("log_y"):
