@@ -107,7 +107,7 @@ class Stack:
         return constants
 
     def _groups(self, device: torch.device) -> Tensor:
-        """Return the index of every tile's group, [T]. An exported graph computes the indices from fewer numbers."""
+        """Return the index of every tile's group, [T]. An exported graph computes them, to store fewer numbers."""
         groups = self.ensemble.groups
         if not is_exporting():
             return torch.from_numpy(groups).to(device, torch.int64)

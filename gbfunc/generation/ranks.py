@@ -45,7 +45,7 @@ class Remote(NamedTuple):
 class RankStack(Stack):
     """Generates all slots of an ensemble whose tiles are split over ranks. `cuts` selects blocks of the matrices.
 
-    With `needs="leaves"`, a form's request of a slot gathers its tiles. `sizes[i]` has each rank's number of them.
+    With `needs="leaves"`, tiles are gathered when a form requests a slot. `sizes[i]` counts tiles of slot i by rank.
     """
 
     def __init__(

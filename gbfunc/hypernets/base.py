@@ -22,13 +22,13 @@ class Leaf(NamedTuple):
     """The description of one parameter (an array) of a g-net.
 
     Attributes:
-        shape: shape for one g-net. The leaf in a genome stacks the parameter of all g-nets, [number of g-nets, *shape].
+        shape: shape for one g-net. The leaf in a genome stacks the parameter of all g-nets, [tiles or groups, *shape].
         role: `"linear"` for leaves such as amplitudes: a tile doubles if all its linear leaves double. Otherwise
             `"code"`. Every type needs a linear leaf per tile, which `init_genome` scales, or sets to 0 for a delta.
         scope: `"tile"` if each tile has its own values, `"group"` if tiles of a group (see `Slot`) share the values.
         std: standard deviation of the normal distribution of the initial values.
         mean: mean of the normal distribution of the initial values.
-        gain: name of a leaf [features], such as the amplitudes, by which the features of this leaf are multiplied.
+        gain: name of a leaf [features], such as the amplitudes, that multiplies the features computed from this leaf.
             Only quantization (`rounding="auto"`) uses `gain`, `codes` and `period`.
         codes: `"row"` or `"col"` if codes of rows or of columns are multiplied by this leaf, otherwise None.
         period: if set, values that differ by this period give the same tile (2 pi for a phase).
@@ -132,7 +132,7 @@ class Hypernet:
         return torch.vmap(apply, (0, row_dim, col_dim, None if noise is None else 0))(leaves, row, col, noise)
 
     def matrix(self, leaves: Params, row_Urp: Tensor, col_Ucq: Tensor, grid: TileGrid, kernel: Kernel) -> Tensor | None:
-        """Generate an entire matrix [rows, columns] without noise. Return None if only `tiles` can generate tiles."""
+        """Generate an entire matrix [rows, columns] without noise. Return None if the type has only `tiles`."""
         return None
 
     def noise_shapes(self, dims: TileDims) -> dict[str, tuple[int, ...]]:
@@ -162,7 +162,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-    """Draw the leaves of all g-nets from one generator: `{name: [tiles or groups, *shape]}`."""
+    """Draw the leaves of all g-nets with one random generator: `{name: [tiles or groups, *shape]}`."""
     # Draw numbers even for a leaf with std 0. Otherwise, setting a std to 0 would change all leaves drawn later.
     counts = {"tile": n_tiles, "group": n_groups}
     return {k: normal((counts[x.scope], *x.shape), generator) * x.std + x.mean for k, x in leaves.items()}

@@ -76,7 +76,7 @@ class Evaluation(NamedTuple):
         return self.leaves | {k: row.new_zeros((self.n_tiles, *x)) for k, x in self.constants.empty.items()}
 
     def tiles(self) -> Tensor | Factors:
-        """Return scaled tiles [T, r, c], or their factors. A type without leaves returns one tile instead of T."""
+        """Return tiles [T, r, c] times their scale, or factors. A type without leaves returns one tile instead of T."""
         if self.factors is not None:
             return self.factors
         if isinstance(self.constants.hypernet, Waves):
@@ -142,7 +142,7 @@ def with_factors(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
-    """Compute scaled factors [T, r, k] and [T, c, k] of periodic or bilinear g-nets with one operator."""
+    """Compute the factors [T, r, k] and [T, c, k] (with scales) of periodic or bilinear g-nets with one operator."""
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
     for (c, *_), own in zip(evaluations, leaves, strict=True):

@@ -5,8 +5,8 @@ A stochastic g-net generates a mean and a log standard deviation per weight, and
 $w = \mu + e^{s} \epsilon$, $\epsilon \sim N(0, 1)$ (Kingma and Welling, Auto-encoding variational Bayes, 2014, eq. 4).
 
 The first layer is separable: for the weight in row i and column j, unit h is $A_{ih} + B_{jh}$ with $A = X_r W_r + b$
-and $B = X_c W_c$, where X are codes. A single ReLU layer has kernels that store no units (`kernels.relu`). Other MLPs
-run in blocks of rows, which backward recomputes.
+and $B = X_c W_c$, where X are codes. A single ReLU layer has kernels that store no activations (`kernels.relu`). Other
+MLPs run in blocks of rows, which backward recomputes.
 """
 
 import math
@@ -36,7 +36,7 @@ def _he(inputs: int) -> float:
 
 @dataclass(frozen=True)
 class GNet(Hypernet):
-    """An MLP of any depth that maps the codes of a weight to the weight, as in torchGB and Shuvaev et al. (2024).
+    """An MLP of any depth from the codes of a row and a column to a weight, as in torchGB and Shuvaev et al. (2024).
 
     Args:
         hidden: widths of the hidden layers. None is one layer, whose width the plan chooses (32 without a size target).

@@ -1,9 +1,9 @@
 r"""Periodic g-nets: sums of sines of the codes. The tiles are exactly products of two thin matrices.
 
 With `share="none"`, a tile is $g_{ij} = \sum_h v_h \sin(A_{ih} + B_{jh})$ with $A = X_r W_r + \phi$ and $B = X_c W_c$.
-If matrices share code weights, $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$: tiles of a
-group have the same $W_r$ and $W_c$, and each tile has its own $s$ and $t$. X are the codes of rows and columns. By the
-addition theorem, a tile with H features is a product of factors with 2 H columns.
+If matrices share code weights, $g_{ij} = \sum_h s_h \sin(A_{ih} + B_{jh}) + t_h \cos(A_{ih} + B_{jh})$: tiles
+with the same index in these matrices have the same $W_r$ and $W_c$, but each tile has its own $s$ and $t$. X are the
+codes of rows and columns. By the addition theorem, a tile with H features is a product of factors with 2 H columns.
 
 Bilinear g-nets multiply all pairs of sines: $g_{ij} = \phi(A_i)^T M \phi(B_j)$ with $\phi = [\sin, \cos]$ and a matrix
 $M$ per tile.
@@ -95,13 +95,13 @@ class Periodic(Waves):
 
 @dataclass(frozen=True)
 class Bilinear(Waves):
-    """Sums of products: each sine of a row times each sine of a column, with one coefficient per pair and tile.
+    """Sums of products: each sine or cosine of a row times each one of a column, with one coefficient per pair.
 
     A tile with H features has $4 H^2$ coefficients, and factors with 2 H columns. This type suits many matrices that
     have the same code weights, such as deltas of a pretrained network.
 
     Args:
-        features: number of sines of rows, and of columns. None lets the plan choose (4 if there is no size target).
+        features: number of sines, and of cosines, per row and column. None lets the plan choose (4 without a target).
         share: as for `periodic`.
         frequency: as for `periodic`, but None means 1.0.
 

@@ -31,8 +31,8 @@ from gbfunc.types import MatrixDims, dtype_name
 Codes = tuple[Encoding | None, Encoding | None]
 OwnCodes = Encoding | torch.Tensor | np.ndarray[Any, Any] | None
 """What a user may give as codes of the rows, or of the columns, of a parameter."""
-_DIRECT_SHARE = 0.25  # If direct parameters take a larger fraction of a size target, the longest tensors are generated
-# Embeddings above this fraction of a target become factors of this fraction (or their fraction of the p-net, if larger)
+_DIRECT_SHARE = 0.25  # If direct parameters take a larger fraction of a size target, the longest ones are generated
+# If embeddings take a larger fraction of a size target, they become factors that take about this fraction.
 _EMBEDDING_SHARE = 0.25
 _EMBEDDING_SAVING = 2 / 3  # Factors replace an embedding only if they have at most this fraction of its parameters
 _HEAD_SHARE = 0.1  # Largest fraction of an adapter's size target for the g-nets of one weight in a new module

@@ -185,8 +185,8 @@ class Plan:
     def report(self, dtype: Stored | None = None, genome: GenomeLike | None = None, metadata: Any = None) -> str:
         """Return a text table with the role, tiles, parameters and bytes of all tensors, and totals.
 
-        The bytes of the rows add up to the size of the genome's file: plan, metadata, quantization scales and container
-        have rows of their own.
+        The bytes of the rows add up to the size of the genome's file. The rows `(plan)`, `(metadata)`, `(scales)` (of
+        quantized numbers) and `(container)` have bytes that belong to no tensor.
 
         Args:
             dtype: the dtype of `gb.save`. None means the dtype of a target in bytes, if any, or the p-net's dtypes.
@@ -199,7 +199,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files, or None. Return `"auto"` only for an estimate of the size (`expected`)."""
+        """Return the default dtype of files, or None. `"auto"` needs a trained genome, or an estimate (`expected`)."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

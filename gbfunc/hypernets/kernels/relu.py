@@ -36,7 +36,7 @@ def _sides(X: Tensor, Y: Tensor, U: Tensor, V: Tensor, u: Tensor) -> tuple[Tenso
 
 
 def _definition(grid: TileGrid, *inputs: Tensor) -> Tensors:
-    # If compiled, `b + sum_h active (v[h] A[i, h] + v[h] B[j, h])` is twice as fast as a formula with `relu`.
+    # In compiled graphs, `b + sum_h active (v[h] A[i, h] + v[h] B[j, h])` is twice as fast as a formula with `relu`.
     *sides, v, b = inputs
     A, B = _sides(*sides)
     idle_TrcH = A.unsqueeze(-2) + B.unsqueeze(-3) <= 0
@@ -50,7 +50,7 @@ def _by_hidden(A_TrH: Tensor, B_TcH: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[Tensors]:
-    # Yield blocks of tiles with 2^18 weights, which fit into the processor's cache. The first tensor is [T, r, c].
+    # Yield blocks of tiles with about 2^18 weights (entries of the first tensor), which fit into the processor's cache.
     n = max(1, 2**18 // tensors[0][0].numel())
     return zip(*(x.split(n) for x in tensors), strict=True)
 

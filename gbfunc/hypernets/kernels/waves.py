@@ -9,7 +9,7 @@ A backend computes all sides of a training step in one call, and all gradients i
 `waves_triton` on a GPU. `Side.in_parts` uses PyTorch's operators, for higher derivatives, forward mode, `torch.func`,
 and compiled or exported graphs.
 
-Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features, U 1 or T.
+Suffixes: T tiles, G groups (tiles with equal code weights), n rows of a side, p width of codes, H features, U 1 or T.
 """
 
 from __future__ import annotations
