@@ -42,8 +42,8 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
 def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any]) -> Task:
     """Make the task `name`, a key of `TASKS` or a user's `package.module:function`, with the options `config`.
 
-    Raises `ValueError` if the name or an option is unknown, if the data are damaged, or if a task that reads no files
-    gets a `data_dir`.
+    `data_dir` is the file or folder with the task's data. Raises `ValueError` if the name or an option is unknown, if
+    the data are damaged, or if `data_dir` is given for a task that reads no files.
     """
     if is_import_path(name):
         factory = import_factory(name, "a Task")

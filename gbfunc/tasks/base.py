@@ -35,7 +35,7 @@ class Metric(NamedTuple):
     name: str  # results of this metric have the keys `val_<name>` and `test_<name>`
     unit: str = "%"  # "%" shows values between 0 and 1 in percent; any other unit is written after the number
     higher_is_better: bool = True
-    digits: int = 4  # number of decimals to show, for any unit but "%"
+    digits: int = 4  # number of decimals; with the unit "%", always two
 
     @property
     def label(self) -> str:
@@ -50,14 +50,14 @@ class Metric(NamedTuple):
 
 
 def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Return a schedule that raises the learning rate to `lr` in the recipe's warm-up, then lowers it to nearly 0."""
+    """Return the schedule OneCycleLR: up to `lr` over the fraction `recipe.warmup` of the steps, then to nearly 0."""
     # A warm-up of exactly one step would make torch's schedule divide by zero, so use 1.5 steps.
     warmup = 1.5 / steps if math.isclose(recipe.warmup * steps, 1) and steps > 1 else recipe.warmup
     return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=warmup)
 
 
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Return a schedule that raises the learning rate linearly to `lr` in the warm-up, then lowers it linearly to 0."""
+    """Return a piecewise linear schedule: up to `lr` over the fraction `recipe.warmup` of the steps, then down to 0."""
     warm = max(1, round(recipe.warmup * steps))
     return lambda step: lr * min((step + 1) / warm, max(0, steps - step) / max(1, steps - warm + 1))
 
@@ -83,7 +83,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings for training a genome of a given size. The settings were chosen on validation data."""
+    """Settings for training a genome of a certain size, or a dense net. The settings were chosen on validation data."""
 
     lr: float = 2e-2  # peak learning rate of the g-nets
     direct_lr: float | None = None  # peak learning rate of direct parameters; None means the same as `lr`
@@ -96,14 +96,14 @@ class Recipe:
     batch_size: int = 128  # examples per step
     epochs: int = 10  # passes over the training split
     steps: int | None = None  # total number of training steps, instead of `epochs`
-    # Validate every n steps, or after each step in a tuple of steps. None: after each pass over the data.
+    # An int n: validate every n steps. A tuple: validate after these steps. None: after each pass over the data.
     measure_every: int | tuple[int, ...] | None = None
     augment: Augment | None = None  # random changes of the inputs of a training batch, such as noise
     clip_norm: float | None = None  # gradients with a larger norm are scaled down to this norm
     amp: torch.dtype | None = None  # dtype of autocast for the p-net; None means no autocast
     warmup: float = 0.1  # fraction of the steps in which the learning rate rises
     schedule: Schedule = one_cycle
-    # {setting: why it has this value}, printed before a training; for values that depend on the data or the genome.
+    # {setting: reason for its value}, printed before a training, for settings that depend on the data or the genome.
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -118,7 +118,7 @@ History = Sequence[Mapping[str, float]]
 
 
 def example_batches(data: Data, recipe: Recipe, generator: torch.Generator, net: Callable[[], Net]) -> Iterator[Batch]:
-    """Yield augmented batches of training examples without end. Only batches of other tasks (`control`) need `net`."""
+    """Yield random, augmented batches endlessly. `net` is ignored: only `Task.batches` of `control` needs a network."""
     return endless_batches(data, recipe.batch_size, generator, recipe.augment)
 
 
@@ -138,7 +138,7 @@ def token_loss(net: Net, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 @torch.no_grad()
 def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
-    """Return the fraction (0 to 1) of examples that `net` classifies correctly, given `chunk` examples per call."""
+    """Return the fraction (0 to 1) of examples that `net` classifies correctly, in batches of `chunk` examples."""
     if not len(split):
         raise ValueError("accuracy expects a split with examples, got an empty one")
     hits = sum(int((logits_of(net(x)).argmax(1) == y_B).sum()) for x, y_B in split.chunks(chunk))
@@ -147,10 +147,10 @@ def accuracy(net: Net, split: Data, chunk: int = 500) -> float:
 
 @torch.no_grad()
 def text_metrics(net: Net, text: Data, windows: int = 256, most: int | None = None) -> dict[str, float]:
-    """Measure a language model on a text: `loss` (nats per token) and, except for chats, `bits_per_char`.
+    """Measure a language model on a split: `loss` (nats per token) and, for a text in `Windows`, `bits_per_char`.
 
-    `bits_per_char` does not depend on the vocabulary. A call of `net` gets `windows` windows of the text. With `most`,
-    only the first `most` windows are used.
+    `bits_per_char` makes models with different vocabularies comparable. A call of `net` gets `windows` windows (or
+    chats). With `most`, only the first `most` windows (or chats) are used.
     """
     total = count = 0
     for x_BL, y_BL in islice(text.chunks(windows), most and most // windows):
@@ -172,12 +172,12 @@ class Task:
 
     name: str  # the key in `TASKS`; a user's task may have any name
     interface: Interface  # shapes of examples and outputs
-    # The splits: training examples, validation examples that choose the settings, and test examples for the results.
+    # Training examples, validation examples (for the choice of settings), and test examples (for the final results).
     train: Any
     val: Any
     test: Any
     pnet: PNet
-    # maps a p-net and the number of genome parameters to the recipe
+    # maps a p-net and the number of parameters of the genome to the recipe
     settings: Callable[[PNet, float], Recipe] = lambda pnet, genome_params: Recipe()
     genome_params: int | None = None  # default number of genome parameters; None means that `compression` applies
     compression: float = 20.0  # default ratio of the p-net's parameters to the genome's parameters
@@ -185,17 +185,17 @@ class Task:
     loss: Callable[[Net, Any], tuple[Tensor, dict[str, Tensor]]] = loss_fn
     evaluate: Callable[[Net, Any], dict[str, float]] = lambda net, split: {"accuracy": accuracy(net, split)}
     metrics: tuple[Metric, ...] = ACCURACY  # what `evaluate` measures; the first metric decides which network is better
-    # For texts: functions from text to tokens [L] (ValueError for text without tokens) and from tokens to text.
+    # For texts: functions from text to tokens [L] (ValueError for unknown characters) and from tokens to text.
     encode: Callable[[str], Tensor] | None = None
     decode: Callable[[list[int]], str] | None = None
-    # Maps (train, recipe, generator, net) to endless random batches. A call `net()` returns the network being trained.
+    # Maps (`train`, recipe, generator, net) to endless random batches. `net()` returns the network at the present step.
     batches: Batches = example_batches
     resumable: bool = True  # if False, training can resume only after full passes over the data
     # Additional metadata of a genome's file: `classes`, the names of the classes. For images also `mean` and `std`, the
-    # mean and standard deviation of pixels [1 or C, 1, 1], and `white`, the largest value of a pixel.
+    # mean and standard deviation of pixels [1 or C, 1, 1], and `white`, the largest possible value of a pixel.
     about: Mapping[str, Any] = field(default_factory=dict)
-    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # steps -> more columns of the history
-    facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # more results, from the history (may be empty)
+    counts: Callable[[int], Mapping[str, float]] = lambda steps: {}  # steps -> the task's own columns of the history
+    facts: Callable[[History], Mapping[str, Any]] = lambda history: {}  # history, which may be empty -> more results
 
     @property
     def metric(self) -> Metric:
@@ -212,7 +212,7 @@ class Task:
         return self.pnet.build(seed)
 
     def recipe(self, genome_params: float) -> Recipe:
-        """Choose the settings for a genome with this number of parameters."""
+        """Choose the recipe for a genome of `genome_params` parameters."""
         return self.settings(self.pnet, genome_params)
 
     def measured(self, net: Net, split: Any) -> dict[str, float]:
@@ -229,7 +229,7 @@ class Task:
         """Plan a genome for a module made by `build`, with the best known options for this task.
 
         `hypernet` is a key of `HYPERNETS`, or None for the p-net's default type. `size` sets the size of the genome:
-        `genome_params`, `compression`, or `genome_bytes` together with `stored` (see `make_plan`).
+        `genome_params`, `compression`, or `genome_bytes` with the file's dtype `stored` (see `make_plan`).
         """
         params = (size.get("genome_bytes") or 0) / bytes_each(size.get("stored") or "float16")
         params = size.get("genome_params") or params or n_params(module) / (size.get("compression") or 1.0)
@@ -240,7 +240,7 @@ class Task:
 
 
 def taught(task: Task, teacher: nn.Module, weight: float = 0.5, temperature: float = 2.0) -> Task:
-    """Return the task with a second loss, which makes a network repeat a teacher's outputs (see `gb.distillation`)."""
+    """Return the task with the loss `gb.distillation`. The term for the teacher's outputs has the weight `weight`."""
     if task.batches is not example_batches:
         raise ValueError(f"a teacher needs a task of examples, got {task.name}, an environment: train without one")
     return replace(task, loss=distillation(teacher, temperature=temperature, weight=weight, loss_fn=task.loss))

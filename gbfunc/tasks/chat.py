@@ -25,7 +25,7 @@ _FORMS = '{"prompt": ..., "answer": ...} or {"messages": [{"role": ..., "content
 
 
 def chat(data_dir: Path | None = None, pretrained: str | None = None, context: int = 512) -> Task:
-    """Load chats on which a pretrained language model is trained to write the answers.
+    """Load chats on which the language model `pretrained` is trained to write the answers of the assistant.
 
     `data_dir` is a UTF-8 file. Each line is a chat in JSON: `{"prompt": ..., "answer": ...}`, or `{"messages":
     [{"role": "user", "content": ...}, ...]}` with at least one message of the role `assistant`. A random tenth of the
@@ -50,7 +50,7 @@ def chat(data_dir: Path | None = None, pretrained: str | None = None, context: i
 
 
 def chat_tokens(pretrained: str) -> tuple[Tokens, Any]:
-    """Return a chat model's vocabulary and tokenizer. `encode` of the vocabulary wraps a prompt as a user's message."""
+    """Return a chat model's vocabulary and tokenizer. `Tokens.encode` puts a prompt into the model's chat template."""
     folder = pretrained_network(pretrained)
     transformers = import_extra("transformers", "a chat template", "gbfunc[llm]")
     with one_error(folder, "folder with the tokenizer of a pretrained network"):
@@ -80,7 +80,7 @@ def _messages(found: Any) -> list[dict[str, str]]:
 
 
 def _coded(tokenizer: Any, messages: list[dict[str, str]], context: int) -> tuple[Tensor, Tensor]:
-    """Return a chat's tokens [L] and targets [L]. A target is the next token, or -100 if this token is in no answer."""
+    """Return a chat's tokens [L] and targets [L]: the next token, or -100 if the next token is in no answer."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     text, spans = write(messages), []
     for n in (n for n, message in enumerate(messages) if message["role"] == "assistant"):

@@ -1,6 +1,6 @@
 """The task `control`: trains policy and value networks in environments of gymnasium by PPO.
 
-A pass over the data consists of several rollouts, in which the current network acts in new environments. PPO uses each
+A pass over the data consists of several rollouts: the current network takes T steps in N environments. PPO uses each
 transition in several training steps. The validation and test splits are fixed episodes, played by the greedy policy.
 
 Suffixes: T steps of a rollout, N environments, B transitions (or sequences), O numbers of an observation (or channels,
@@ -50,11 +50,11 @@ class Environment(NamedTuple):
 
     @property
     def episodes(self) -> int:
-        """Number of episodes of an evaluation: 100, or 10 for images, or if an episode may have 1,000 steps or more."""
+        """Number of episodes in an evaluation: 10 if observations are images or `limit` is 1,000 or more, else 100."""
         return 100 if len(self.inputs) == 1 and (self.limit or 0) < 1_000 else 10
 
     def seen(self, obs: NDArray[Any]) -> Tensor:
-        """Convert observations [..., O] to the network's inputs: float32, or uint8 images with the channels first."""
+        """Convert observations [..., O] to inputs: the numbers `observed` in float32, or images, channels first."""
         # Copy, because an environment may write the next observation into the same memory.
         x = torch.from_numpy(np.array(obs if self.observed is None else obs[..., self.observed]))
         x = x.movedim(-1, -3) if self.channels_last else x
@@ -67,7 +67,7 @@ class Environment(NamedTuple):
 
 
 def find_environment(env_id: str, observed: Sequence[int] | None = None) -> Environment:
-    """Describe an environment. Observations must be vectors or images, and actions must be vectors or indices."""
+    """Describe an environment. ValueError unless observations are vectors or images, and actions vectors or indices."""
     envs = make_envs(env_id, 1)
     from gymnasium.spaces import Box, Discrete
 
@@ -121,7 +121,7 @@ def make_envs(env_id: str, n: int) -> Any:
 
 
 def step_envs(envs: Any, actions: Tensor) -> tuple[NDArray[Any], ...]:
-    """Clip vector actions and take a step. Return observations, rewards, and the flags terminated and truncated."""
+    """Take a step, with vector actions clipped to their bounds. Return observations, rewards, terminated, truncated."""
     array = actions.numpy()
     if actions.is_floating_point():
         array = np.clip(array, envs.action_space.low, envs.action_space.high)
@@ -138,20 +138,20 @@ SETTINGS: Mapping[str, Settings] = MappingProxyType(
 )
 """{environment: settings}, chosen with the seeds 100 to 102. No reported result uses these seeds."""
 
-# CleanRL's settings (`ppo_atari.py`), but the genome's learning rate is ten times larger (tested in short runs).
+# CleanRL's settings (`ppo_atari.py`), but the genome's learning rate is ten times CleanRL's (tested in short runs).
 _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_signs=True, eval_every=50)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The training split. `len` counts the transitions of a pass, each as often as PPO uses it (`epochs` times)."""
+    """The training split. `len` counts every transition of a pass `epochs` times, as often as PPO trains on it."""
 
     env: Environment
     settings: Settings
 
     @property
     def per_pass(self) -> int:
-        """Number of rollouts in a pass: at least `eval_every`, and enough steps for the longest possible episode."""
+        """Number of rollouts in a pass: at least `eval_every`, and enough to finish the longest episode in one pass."""
         return max(self.settings.eval_every, -(-(self.env.limit or 1) // self.settings.horizon))
 
     def __len__(self) -> int:
@@ -193,7 +193,7 @@ def control(env: str = "CartPole-v1", env_steps: int | None = None, observed: Se
 
 
 def control_task(env: Environment, settings: Settings) -> Task:
-    """Make the task of an environment for PPO. The learning rate falls linearly to 0, but not within a rollout."""
+    """Make the task of an environment for PPO. The learning rate falls linearly to 0, once per rollout."""
     interface = Interface(env.inputs, env.n_actions, actions="choice" if env.discrete else "vector")
     size, per_rollout = settings.n_envs * settings.horizon, settings.epochs * settings.minibatches
     recipe = Recipe(
@@ -241,13 +241,13 @@ def control_task(env: Environment, settings: Settings) -> Task:
 
 
 def rollout_batches(
-    place: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
+    split: Rollouts, recipe: Recipe, generator: torch.Generator, net: Callable[[], PolicyValue]
 ) -> Iterator[Transitions]:
-    """Yield the minibatches of all rollouts in turn. Each pass makes new environments, with a random seed.
+    """Yield the minibatches of one rollout after another, endlessly. A pass starts with new environments and seeds.
 
     For a network with a memory, a minibatch has sequences: all steps of a rollout in one environment.
     """
-    settings = place.settings
+    settings = split.settings
     rows, per_batch = settings.n_envs * settings.horizon, recipe.batch_size
     memory = _blank(net(), settings.n_envs)
     if memory is not None:
@@ -255,17 +255,17 @@ def rollout_batches(
             words = f"whole sequences of {settings.horizon} steps in each minibatch"
             raise ValueError(f"a network with a memory needs {words}, got minibatches of {per_batch} steps")
         rows, per_batch = settings.n_envs, per_batch // settings.horizon
-    used = len(place) // place.per_pass // recipe.batch_size * per_batch
+    used = len(split) // split.per_pass // recipe.batch_size * per_batch
     while True:
         seed = int(torch.randint(2**62, (), generator=generator))
-        envs = make_envs(place.env.id, settings.n_envs)
+        envs = make_envs(split.env.id, settings.n_envs)
         try:
-            obs_NO, restarts_N = place.env.reset(envs, stream(seed, _RESETS)), np.zeros(settings.n_envs, bool)
+            obs_NO, restarts_N = split.env.reset(envs, stream(seed, _RESETS)), np.zeros(settings.n_envs, bool)
             front: _Front = (obs_NO, restarts_N, ~restarts_N, memory)
             order = torch.Generator().manual_seed(stream(seed, _ORDER))
-            for rollout in range(place.per_pass):
+            for rollout in range(split.per_pass):
                 with seeded(stream(seed, _ACTIONS, rollout)):
-                    data, front = _rollout(envs, net(), front, place)
+                    data, front = _rollout(envs, net(), front, split)
                 index = torch.cat([torch.randperm(rows, generator=order) for _ in range(settings.epochs)])
                 for index_B in index[:used].split(per_batch):
                     yield Transitions._make(None if x is None else x[index_B] for x in data)
@@ -289,15 +289,15 @@ def _play(
 
 
 @torch.no_grad()
-def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tuple[Transitions, _Front]:
-    settings, discrete = place.settings, place.env.discrete
+def _rollout(envs: Any, net: PolicyValue, front: _Front, split: Rollouts) -> tuple[Transitions, _Front]:
+    settings, discrete = split.settings, split.env.discrete
     obs, restarts, starts, steps = [front[0]], [front[1]], [front[2]], []
     first = memory = front[3]
     for _ in range(settings.horizon):
         numbers, _, memory = _play(net, obs[-1][None], torch.as_tensor(starts[-1])[None], memory)
         actions = policy(numbers[0], discrete).sample()
         obs_NO, *row = step_envs(envs, actions)
-        obs.append(place.env.seen(obs_NO))
+        obs.append(split.env.seen(obs_NO))
         starts.append(restarts[-1])
         restarts.append(row[1] | row[2])
         steps.append((actions, *map(torch.as_tensor, row)))
@@ -325,7 +325,7 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, place: Rollouts) -> tup
 
 
 def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tensor]) -> tuple[NDArray[np.float64], int]:
-    """Play one episode in each of N = `number` environments. Return the undiscounted returns [N] and the steps.
+    """Play one episode in each of N = `number` environments. Return the undiscounted returns [N] and the sum of steps.
 
     `act` maps observations [N, O] to actions on the CPU: indices [N] or vectors [N, A].
     """
@@ -348,7 +348,7 @@ def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tenso
 def evaluate(net: PolicyValue, episodes: Episodes) -> NDArray[np.float64]:
     """Play each episode with the most likely actions, and return the undiscounted returns [number of episodes]."""
     env, number = episodes.env, episodes.number
-    # Each environment plays a single episode that counts, so only the first step starts from an empty memory.
+    # Only the first episode of each environment counts, so the memory is emptied only before the first step.
     memory, starts_1N = _blank(net, number), torch.ones(1, number, dtype=torch.bool)
 
     def act(obs_NO: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def endless_batches(
 
 
 def data_folder(task: str, data_dir: Path | None, holds: str) -> Path:
-    """Return `data_dir`; ValueError for None, FileNotFoundError for no folder. `holds` names the needed files."""
+    """Return `data_dir`, or raise an error that lists `holds`, the needed files, if `data_dir` is None or missing."""
     if data_dir is None:
         raise ValueError(f"the {task} task needs --data-dir: the folder with {holds}")
     if not data_dir.is_dir():
@@ -142,10 +142,10 @@ def labels_of(labels: Any, classes: int = 10) -> NDArray[np.int64]:
 def image_splits(
     images: Images, counts: tuple[int, ...], tested: Images | None = None, *, by_channel: bool = False
 ) -> tuple[list[Split], NDArray[Any], NDArray[Any]]:
-    """Split images (bytes or float64) into sets of `counts[0]`, `counts[1]`, ... images and a training split.
+    """Hold out random sets of `counts[0]`, `counts[1]`, ... images (bytes or float64). The others are for training.
 
-    Return the splits: training, the sets, and `tested` if given. All are normalised by the mean and the standard
-    deviation of the training pixels, which are also returned: [1, 1, 1, 1], or [1, C, 1, 1] if `by_channel`.
+    Return the splits (training, held-out sets, and the test set `tested` if given), and the mean and the standard
+    deviation of the training pixels, which normalise all splits: [1, 1, 1, 1], or [1, C, 1, 1] if `by_channel`.
     """
     x, labels = images
     *held_out, train = hold_out(labels, counts, SPLIT_SEED)
@@ -162,7 +162,7 @@ def image_splits(
 
 
 def scaling(mean: NDArray[np.float64], std: NDArray[np.float64], *, white: int = 255) -> dict[str, Any]:
-    """Return entries of `Task.about`: mean and standard deviation of pixels [1 or C, 1, 1], and their largest value."""
+    """Return entries of `Task.about`: mean and deviation of pixels [1 or C, 1, 1], and their largest possible value."""
     mean_C11, std_C11 = (torch.from_numpy(values.astype(np.float32)).reshape(-1, 1, 1) for values in (mean, std))
     return {"mean": mean_C11, "std": std_C11, "white": white}
 
@@ -174,7 +174,7 @@ def noise(deviation: float) -> Augment:
 
 
 def leave_out(probability: float, pad: int) -> Augment:
-    """Return an augmentation that replaces tokens by `pad` at random, but never the first token of a text."""
+    """Return an augmentation that replaces random tokens by `pad`. The first token stays, so that no text is empty."""
 
     def change(x_BL: Tensor, generator: torch.Generator) -> Tensor:
         gone_BL = torch.rand(x_BL.shape, generator=generator) < probability
@@ -187,7 +187,7 @@ def leave_out(probability: float, pad: int) -> Augment:
 def shift(pixels: int, fraction: float, fill: float, *, mirrors: bool = False) -> Augment:
     """Return an augmentation that moves a `fraction` of the images by up to `pixels` pixels along each axis.
 
-    `fill` pads the border. With `mirrors`, all images move and a `fraction` is mirrored (He et al., 2015, section 4.2).
+    Pixels from outside are `fill`. With `mirrors`, all images move; a `fraction` is mirrored (He et al., 2015, 4.2).
     """
 
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:
@@ -204,10 +204,10 @@ def shift(pixels: int, fraction: float, fill: float, *, mirrors: bool = False) -
 
 
 def distort(change: float, pixels: float, fill: float) -> Augment:
-    """Return an augmentation that rotates, stretches, shears and moves each image at random. `fill` pads the border.
+    """Return an augmentation that rotates, stretches, shears and moves each image at random (Simard et al., 2003).
 
-    A pixel at the position y, measured from the centre, gets the value that interpolation gives the old image at
-    (I + C) y + d, with C [2, 2] in `-change` to `change`, d [2] in `-pixels` to `pixels` (Simard et al., 2003, 2).
+    The pixel y, measured from the centre, gets the old image's interpolated value at (I + C) y + d, or `fill` outside
+    the old image. Entries of C [2, 2] are drawn from `-change` to `change`, and of d [2] from `-pixels` to `pixels`.
     """
 
     def change_images(x_BChw: Tensor, generator: torch.Generator) -> Tensor:

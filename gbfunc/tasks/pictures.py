@@ -29,7 +29,7 @@ _HOLDS = f"a folder of pictures ({' '.join(_SUFFIXES)}) per class, or CIFAR's (c
 _CIFAR = ("data_batch_*", "cifar-10-batches-py", "cifar*_train*.npz")
 _LEAST = 10  # a data set needs at least this number of training pictures
 _MAX_BYTES = 1 << 33  # largest number of bytes of all pictures in memory
-_SIZE = 32  # number of rows of pictures without a pretrained network
+_SIZE = 32  # default size of pictures in pixels; a pretrained network has its own
 _ADAPTER = 6_000  # default number of parameters of an adapter, not counting the head
 _FINE_TUNING = Recipe(direct_lr=3e-3, dense_lr=3e-4, clip_norm=1.0, schedule=linear_decay)
 
@@ -38,7 +38,7 @@ _FINE_TUNING = Recipe(direct_lr=3e-3, dense_lr=3e-4, clip_norm=1.0, schedule=lin
 class Pictures(Split):
     """Pictures as bytes [N, C, h, w], and their classes [N]. The pictures of a batch are normalised."""
 
-    scale: tuple[list[float], list[float]] = ([], [])  # mean and standard deviation of bytes, by channel
+    scale: tuple[list[float], list[float]] = ([], [])  # mean and standard deviation of each channel's bytes
 
     def __getitem__(self, index: Any) -> Batch:
         x_BChw, y_B = super().__getitem__(index)
@@ -88,20 +88,20 @@ def images(data_dir: Path | None = None, pretrained: str | None = None, size: in
 
 def _recipe(head: int, pictures: int, pnet: PNet, genome_params: float) -> Recipe:
     batch_size = min(32, pictures)
-    # Train for about 450 steps, within the limits of 5 and 20 passes over the pictures.
+    # Train for about 450 steps, but for at least 5 and at most 20 passes over the pictures.
     epochs = min(max(5, math.ceil(450 * batch_size / pictures)), 20)
-    # `base_rate` was chosen for texts. For pictures, a third was best (1e-2; 3e-2 and 3e-3 were also tried).
+    # `base_rate` was chosen for texts. For pictures, a third of it was best (1e-2; also tried: 3e-2 and 3e-3).
     lr = base_rate(genome_params - head if genome_params > head else genome_params) / 3
     return replace(_FINE_TUNING, lr=lr, batch_size=batch_size, epochs=epochs)
 
 
 def find_splits(folder: Path) -> tuple[list[str], dict[str, tuple[Any, NDArray[np.int64]]]]:
-    """Return the names of the classes ([] for CIFAR's files), and {split: (pictures, classes)} as `images` uses them.
+    """Return the classes' names ([] for CIFAR's files), and {split: (pictures, classes [N])} for train, val and test.
 
-    Hidden files, hidden folders, and files without the suffix of a picture format are ignored.
+    Pictures are paths, or CIFAR's bytes [C, h, w]. Hidden files and folders, and files of other formats, are ignored.
     """
     names: list[str] = []
-    splits: dict[str, tuple[Any, NDArray[np.int64]]] = {}  # {split: (files, or bytes [N, C, h, w], classes [N])}
+    splits: dict[str, tuple[Any, NDArray[np.int64]]] = {}  # {split: (paths or bytes [N, C, h, w], classes [N])}
     if any(any(folder.glob(pattern)) for pattern in _CIFAR):
         splits["train"], splits["test"] = load_cifar(folder, "cifar*", 256)
     else:
@@ -155,7 +155,7 @@ def read_pixels(pictures: Sequence[Any], size: int) -> NDArray[np.uint8]:
 
 
 def preprocessing(folder: Path) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-    """Read how a pretrained network scales pictures: number of rows, mean and standard deviation of bytes [C]."""
+    """Read a pretrained network's preprocessing: rows of a picture, and mean and deviation that normalise bytes [C]."""
     path, timm = folder / PREPROCESSOR, parse_json((folder / CONFIG).read_bytes(), CONFIG).get("pretrained_cfg")
     with one_error(path, "preprocessor, which says how a network takes pictures"):
         if timm is None:

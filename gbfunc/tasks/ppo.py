@@ -59,7 +59,7 @@ class Transitions(NamedTuple):
     actions: Tensor  # int64 [B], or float [B, A]
     log_probs: Tensor  # log probabilities of the actions, by the policy that chose them [B]
     advantages: Tensor  # [B]
-    returns: Tensor  # targets of the value network [B]
+    returns: Tensor  # targets for the predicted values [B]
     values: Tensor  # values that the network predicted when it acted [B]
     valid: Tensor  # 1 for a step of the policy, 0 for a step that only restarted the environment [B]
     starts: Tensor | None = None  # for a network with a memory: 1 where an episode starts [B, T]
@@ -67,7 +67,7 @@ class Transitions(NamedTuple):
 
 
 def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:
-    """Return the distribution of actions: categorical (logits [B, A]), or normal (means, log deviations [B, 2A])."""
+    """Return the policy: categorical from A logits if `discrete`, else normal from A means and A log deviations."""
     if discrete:
         return Categorical(logits=numbers_BP, validate_args=False)
     mean_BA, log_std_BA = numbers_BP.chunk(2, -1)
@@ -100,7 +100,7 @@ def ppo_loss(
     """Return the loss (clipped policy loss + clipped value loss - entropy bonus, over valid transitions) and metrics.
 
     Advantages are normalised over the minibatch. The metrics are the loss's terms (`entropy` in nats), `clipped`
-    (fraction of clipped ratios) and `kl`, KL(acting policy, current policy) by http://joschu.net/blog/kl-approx.html.
+    (fraction of clipped ratios) and `kl`, KL(old || new policy), estimated as in http://joschu.net/blog/kl-approx.html.
     """
     count = batch.valid.sum().clamp(min=1.0)
 

@@ -26,7 +26,7 @@ from gbfunc.untrusted import one_error
 
 _MAX_BYTES = 1 << 30
 
-# The batch size is nanoGPT's on a CPU (config/train_shakespeare_char.py and readme). The steps are twice as many.
+# The batch size is nanoGPT's on a CPU (config/train_shakespeare_char.py and readme). nanoGPT takes 2,000 steps.
 _TEXT = Recipe(lr=2e-2, direct_lr=4e-3, dense_lr=4e-3, batch_size=12, steps=4_000, measure_every=500, clip_norm=1.0)
 _TUNING = Recipe(lr=3e-2, dense_lr=1e-4, batch_size=4, steps=300, measure_every=100, clip_norm=1.0)
 HELD_OUT = 128  # a pretrained model is evaluated on at most this number of windows or chats
@@ -37,18 +37,18 @@ _SMALL_BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _FROM_SCRATCH = Recipe(lr=1e-2, direct_lr=3e-3, dense_lr=1e-3, batch_size=32, epochs=5, clip_norm=1.0)
 _FINE_TUNING = replace(_FROM_SCRATCH, dense_lr=1e-4, betas=(0.9, 0.999), epochs=3, schedule=linear_decay)
 _LEAST_STEPS, _MOST_EPOCHS = 450, 20  # fine-tuning runs for at least 450 steps, but for at most 20 epochs
-_LEFT_OUT = 0.1  # fraction of the tokens that fine-tuning masks (word dropout: Iyyer et al., 2015, 2.2)
+_LEFT_OUT = 0.1  # fraction of the tokens that fine-tuning masks (word dropout: Iyyer et al., 2015, section 2.2)
 LEAST = 10  # a data set needs at least this number of training texts
-_POOL = 16  # number of batches whose texts are sorted by length together
+_POOL = 16  # number of batches in a pool of texts that are sorted by length
 
 
 class Tokens(NamedTuple):
     """A vocabulary, and the functions between text and tokens."""
 
     size: int  # number of tokens in the vocabulary, the token `pad` included
-    encode: Callable[[str], Tensor]  # text to tokens [L]; `ValueError` for text without tokens
+    encode: Callable[[str], Tensor]  # text to tokens [L]; `ValueError` for unknown characters
     decode: Callable[[list[int]], str] | None = None  # tokens to text
-    digest: str = ""  # hash of the vocabulary, because two vocabularies may have equal sizes
+    digest: str = ""  # hash that tells vocabularies of equal size apart
     pad: int = 0  # token that pads short texts; no text contains it
 
 
@@ -92,7 +92,7 @@ def text(
 
 
 def language_task(name: str, splits: Sequence[Data], tokens: Tokens, context: int, pretrained: str | None) -> Task:
-    """Make the task of predicting the next token. `splits` are for training, validation and test."""
+    """Make the task of predicting the next token. `splits`: training, validation and test examples."""
     interface = Interface((context,), tokens.size, tokens=True)
     how: dict[str, Any] = dict(loss=token_loss, evaluate=text_metrics, metrics=LOSS, settings=_text_recipe)
     if pretrained is not None:
@@ -235,7 +235,7 @@ class PaddedTexts(Split):
         return x, y if y.ndim == 1 else y[:, : x.shape[1]]
 
     def order(self, shuffled_N: Tensor, batch_size: int, generator: torch.Generator) -> Sequence[Tensor]:
-        # Sort texts by length, but only within random pools of batches: half the padding, and still random batches.
+        # Sort texts by length within random pools: half the padding of unsorted texts, and batches are still random.
         pools = (pool[self.lengths[pool].argsort(stable=True)] for pool in shuffled_N.split(_POOL * batch_size))
         batches = [index_B for pool in pools for index_B in pool.split(batch_size)]
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
@@ -252,8 +252,8 @@ def classified(
 
     A tenth of the training texts, at most 500, is for validation. The p-net is a pretrained network with its own tokens
     (see `pretrained_network`), or a small BERT with `vocabulary` byte pairs (by default 1,000), learned from the
-    training texts. A linear layer classifies the mean over a text's first `max_tokens` tokens. TREC (Li and Roth, 2002)
-    has 5,452 questions for training and 500 for the test, in 6 classes.
+    training texts. A linear layer classifies the mean output over a text's first `max_tokens` tokens. The data set of
+    `trec` (Li and Roth, 2002) has 5,452 questions for training and 500 for the test, in 6 classes.
     """
     check_int(name, "max_tokens", max_tokens, 4)
     check_int(name, "vocabulary", vocabulary, 257)
@@ -310,7 +310,7 @@ def read_labelled(path: Path) -> tuple[list[str], list[str]]:
 
 
 def by_length(coded: list[Tensor], y_N: Tensor, pad: int = 0) -> PaddedTexts:
-    """Sort texts by length, so that texts of similar length are evaluated together, with little padding."""
+    """Pad texts and sort them by length: texts of similar length are evaluated together, with little padding."""
     lengths_N = torch.tensor([len(code) for code in coded])
     order_N = lengths_N.argsort(stable=True)
     x_NL = pad_sequence([coded[i] for i in order_N.tolist()], batch_first=True, padding_value=pad)
@@ -333,7 +333,7 @@ def _recipe(n_texts: int, pad: int, pnet: PNet, genome_params: float) -> Recipe:
 
 
 def pretrained_tokens(pretrained: str, max_tokens: int | None = None) -> Tokens:
-    """Read the vocabulary of a pretrained network. With `max_tokens` (for classification), texts are truncated."""
+    """Read a network's vocabulary. For classification, `encode` adds special tokens and truncates to `max_tokens`."""
     folder = pretrained_network(pretrained)
     needed = "a pretrained network of texts", "gbfunc[text,hf]"
     tokenizers, transformers = (import_extra(name, *needed) for name in ("tokenizers", "transformers"))

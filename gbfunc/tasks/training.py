@@ -51,7 +51,7 @@ class Fit(NamedTuple):
     """The result of a training."""
 
     state: Any  # the last state
-    # A row per validation: `epoch` (number of passes over the data), `step`, the task's counts, `train_` metrics (means
+    # A row per validation: `epoch` (passes over the data), `step`, columns of `Task.counts`, `train_` metrics (means
     # over the steps since the previous row), `val_` metrics, and `seconds` since the start.
     history: list[dict[str, float]]
     seconds: float  # duration of the training, including validation
@@ -63,11 +63,11 @@ class Position(NamedTuple):
     """The progress of a training. A checkpoint saves the progress in addition to the training's state."""
 
     steps: int  # number of finished training steps
-    order: Tensor  # state of the generator of data order and noise, at the start of the current pass over the data
+    order: Tensor  # state of the random generator (order of examples, noise) at the start of the current pass
     sums: dict[str, float]  # sums of each training metric over the steps since the last row of the history
     history: list[dict[str, float]]  # the rows of `Fit.history` up to now
     seconds: float  # duration up to now
-    step_seconds: float  # duration up to now, without validation
+    step_seconds: float  # duration of steps and batches up to now, without validation
 
     @property
     def measured(self) -> int:
@@ -92,7 +92,7 @@ def genome_trainer(
     metadata: Any = None,
     **options: Any,
 ) -> Trainer:
-    """Make a trainer of a genome. With `rounding`, the p-net is trained with the numbers that a file of this dtype has.
+    """Make a trainer of a genome. With `rounding`, training uses the genome as rounded in a file of this dtype.
 
     `rounding="auto"` needs the size `genome_bytes` and the `metadata` of the file. On a mesh, each rank takes its share
     of every batch, and all ranks must take every step. `options`, such as `pipeline`, go to `make_train_step`.
@@ -106,7 +106,7 @@ def genome_trainer(
     options = {"amp": recipe.amp} | options
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
     if (mesh is None or mesh.world == 1) and any(p.is_cuda for p in pnet.parameters()):
-        # A CUDA graph cannot raise an error. Instead, `fit` checks at each validation that the mean loss is finite.
+        # A CUDA graph cannot raise an error for an infinite loss, so `fit` checks the mean loss at each validation.
         options |= {"cuda_graph": "auto", "on_nonfinite": "skip"}
     train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 
@@ -131,7 +131,7 @@ def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
 
 
 def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe) -> Trainer:
-    """Make a trainer that updates `leaves`, the trained tensors of `net`, in place at the peak rate `dense_lr`."""
+    """Make a trainer of `leaves`, trained tensors of `net`. Steps change them in place; the peak rate is `dense_lr`."""
     leaves, schedule = list(leaves), recipe.schedule(recipe, recipe.dense_lr, total_steps(task, recipe))
     fused = {"fused": True} if "fused" in signature(recipe.optimizer).parameters else {}
     kind: Any = recipe.optimizer
@@ -168,10 +168,10 @@ def fit(
 
     `seed` determines the order of examples. `checkpoints` has three methods. `resume(state)` returns the state to start
     from, and its `Position` (None in a new training). `due(steps)` returns whether to save a checkpoint. `save(state,
-    steps, position, wait=False)` may raise an error to stop after a signal. A resumed training has the same result.
+    steps, position, wait=False)` may raise an error to stop after a signal. Interruptions do not change the result.
 
-    `on_log` gets the `train_` metrics of every `log_every`-th step and the `val_` metrics of each validation.
-    `on_validation` gets the state and the history, whose last row has the results of the validation.
+    `on_log` gets the `train_` metrics of every `log_every`-th step and the `val_` metrics of each validation. `report`
+    gets texts to display. `on_validation` gets the state and the history, whose last row has the validation's results.
     """
     total, a_pass = total_steps(task, recipe), steps_per_epoch(task.train, recipe.batch_size)
     every = recipe.measure_every or a_pass
@@ -283,7 +283,7 @@ def joined(first: Fit, second: Fit) -> Fit:
 
 @contextmanager
 def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """Append a row `step, metric, value` to `folder/log.csv` for each logged metric."""
+    """Yield a function that appends rows `step, metric, value` to `folder/log.csv`. `settings` are not logged."""
     with (folder / "log.csv").open("a", buffering=1, newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         if not file.tell():
@@ -293,7 +293,7 @@ def csv_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) ->
 
 @contextmanager
 def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """Log metrics, and the settings as text, for TensorBoard. The files are in a new folder in `folder/tensorboard`."""
+    """Yield a function that logs for TensorBoard, in a new folder in `folder/tensorboard`. Log `settings` first."""
     import_extra("tensorboard", "--log tensorboard", "gbfunc[tensorboard]")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -310,7 +310,7 @@ def tensorboard_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType
 
 @contextmanager
 def wandb_log(folder: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OnLog]:
-    """Log to Weights & Biases, to the project that the variable WANDB_PROJECT names, with local files in `folder`."""
+    """Yield a function that logs to Weights & Biases, in the project $WANDB_PROJECT, with local files in `folder`."""
     wandb = import_extra("wandb", "--log wandb", "gbfunc[wandb]")
     with wandb.init(dir=str(folder), config=dict(settings)) as run:
         yield lambda step, metrics: run.log(dict(metrics), step=step)

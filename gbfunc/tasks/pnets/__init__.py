@@ -37,10 +37,10 @@ PNETS: Mapping[str, Callable[..., PNet]] = MappingProxyType(
 
 
 def find_pnet(name: str, interface: Interface, config: Mapping[str, Any]) -> PNet:
-    """Find the p-net called `name`: a key of `PNETS`, `hf:TYPE`, or `package.module:function`.
+    """Find the p-net called `name`: a key of `PNETS`, `hf:TYPE` (see `hugging_face`), or `package.module:function`.
 
-    A user's function takes the options, and `interface` if it has such a parameter. It returns an `nn.Module`, or a
-    `PNet`, which can also set the options of the plan.
+    A user's function takes the options `config`, and `interface` if it has such a parameter. The function returns an
+    `nn.Module`, or a `PNet`, which can also set arguments of `make_plan`.
     """
     if name.startswith(PREFIX):
         return hugging_face(interface, name.removeprefix(PREFIX), **config)

@@ -1,7 +1,7 @@
 """Policy and value networks for tasks of control.
 
 They map observations [B, O] to parameters of a policy [B, P] (`gbfunc.tasks.ppo.policy`) and values of states [B]. A
-recurrent network has an attribute `memory`, the number M of values in its memory, and maps sequences:
+recurrent network has an attribute `memory`, the size M of its memory, and maps sequences:
 
     observations [B, T, O], starts of episodes [B, T], memory [B, M] -> policy [B, T, P], values [B, T], memory [B, M]
 
@@ -94,9 +94,9 @@ def actor_critic(
 ) -> PNet:
     """Describe policy and value networks for a task of control, with `hidden` units per hidden layer.
 
-    With `normalize`, a `Normalizer` scales the observations. With `odd`, the policy's hidden biases stay zero in a
-    genome. The outputs are then odd functions of the observation, up to a constant. Such functions suit environments in
-    which left and right are symmetric.
+    With `normalize`, a `Normalizer` scales the observations. With `odd`, the plan fixes the actor's hidden biases
+    at 0. A grown actor, apart from its output biases, is then an odd function of the observation. Odd functions suit
+    environments in which left and right are symmetric.
     """
     check_reads("actor_critic", interface, "observations", 1)
     layers = (*interface.inputs, *hidden, interface.outputs)
@@ -148,7 +148,7 @@ class ConvActorCritic(nn.Module):
     """Convolutions, a wide linear layer, and heads: images [B, C, h, w] -> policy [B, P], values [B].
 
     For images of 36 x 36 pixels or more, the net has the three convolutions of Mnih et al. (2015). For smaller images,
-    it has two of 3 x 3. The first has `width` channels, each other 2 x `width`. Images of uint8 are divided by 255.
+    it has two of 3 x 3. The first has `width` channels, the others 2 x `width`. Images of uint8 are divided by 255.
     """
 
     def __init__(self, inputs: Sequence[int], width: int, hidden: int, n_actions: int, vectors: bool) -> None:

@@ -34,9 +34,9 @@ class Interface(NamedTuple):
     """Inputs and outputs of a p-net."""
 
     inputs: tuple[int, ...]  # shape of one example: (channels, rows, columns) of an image, (positions,) of a text
-    outputs: int  # number of classes, of tokens, of actions to choose from, or of entries of an action
+    outputs: int  # number of classes, of tokens, of actions to choose from, or of entries of an action vector
     tokens: bool = False  # whether inputs are tokens (integers), with a prediction for each position
-    vocabulary: int = 0  # number of tokens, for a task of texts with classes; otherwise 0
+    vocabulary: int = 0  # size of the vocabulary, for a task of texts with classes; otherwise 0
     pad: int = 0  # token that pads short texts, for a task of texts with classes
     actions: Literal["choice", "vector"] | None = None  # the kind of action, for a task of control
 
@@ -53,16 +53,16 @@ class PlanOptions(NamedTuple):
     hypernet: Hypernet = periodic()  # type of the g-nets; `make_plan` chooses their size
     # {name of a parameter: (encoding of its rows, encoding of its columns)}
     encodings: Mapping[str, tuple[Encoding | None, Encoding | None]] = MappingProxyType({})
-    rules: tuple[tuple[str, Hypernet | None], ...] = ()  # (regular expression of names, type of g-nets), ...
-    include: tuple[str, ...] = ()  # regular expressions: more parameters to generate
+    rules: tuple[tuple[str, Hypernet | None], ...] = ()  # (regular expression of names, type of g-nets or None: direct)
+    include: tuple[str, ...] = ()  # regular expressions: parameters to generate in addition to the defaults
     exclude: tuple[str, ...] = ()  # regular expressions: parameters to keep direct
-    max_tile: MaxTile = None  # largest size of a tile
+    max_tile: MaxTile = None  # largest number of rows and columns of a tile
     base: Literal["own"] | None = None  # "own" if the genome is an adapter of the pretrained p-net
-    target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None means the default
-    modules_to_save: tuple[str, ...] = ()  # new modules, which the pretrained network does not have
+    target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None means all
+    modules_to_save: tuple[str, ...] = ()  # modules that are not part of the base, such as a new head
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
-        """Change the type of the g-nets, also in rules for the old type, except rules that set the size of g-nets."""
+        """Replace the default type of g-nets, also in rules that name this type, unless the rule also sets a size."""
         tuned = {rule for _, rule in self.rules if rule and rule.type == self.hypernet.type and rule.size is None}
         rules = tuple((pattern, hypernet if rule in tuned else rule) for pattern, rule in self.rules)
         return self._replace(hypernet=hypernet, rules=rules)
@@ -101,8 +101,8 @@ def family(
 ) -> PNet:
     """Describe a p-net with scalable widths.
 
-    A call `factory(interface, **config)` must return this p-net. `widths` has the entries of `config` to scale: ints or
-    lists of ints. Scaled widths are rounded to multiples of `multiple`, such as the number of attention heads.
+    A call `factory(interface, **config)` must return this p-net. `widths` maps the options that are widths to ints or
+    lists of ints. Scaled widths are rounded to multiples of `multiple`, for example of the number of attention heads.
     """
 
     def scaled(factor: float) -> PNet:
@@ -144,7 +144,7 @@ class AtMost(TorchDispatchMode):
 
 
 def check_reads(pnet: str, interface: Interface, kind: str, ndim: int | None = None, least: int = 1) -> None:
-    """Raise `ValueError` unless inputs are `kind` with `ndim` dimensions, of at least `least` rows and columns."""
+    """Raise `ValueError` unless `interface.reads` is `kind`, with `ndim` dimensions and at least `least` rows."""
     if (reads := interface.reads) != kind:
         raise ValueError(f"the p-net {pnet} reads {kind}, the task has {reads}: take {_TAKE[reads]}")
     if len(interface.inputs) != (ndim or len(interface.inputs)) or min(interface.inputs[1:], default=least) < least:
@@ -170,7 +170,7 @@ def check_types(pnet: str, factory: Callable[..., Any], config: Mapping[str, Any
 
 
 def narrowed(pnet: PNet, params: int) -> PNet:
-    """Scale the widths of a p-net. Return the smallest p-net that has at least `params` parameters."""
+    """Scale all widths of a p-net by one factor. Return the smallest p-net with at least `params` parameters."""
     if (scaled := pnet.scaled) is None:
         raise ValueError(f"expected a p-net with scalable widths, got {pnet.name}: choose a family of gbfunc")
 
@@ -179,7 +179,7 @@ def narrowed(pnet: PNet, params: int) -> PNet:
             return n_params(scaled(factor).make())
 
     most = next(2.0**i for i in count() if size(2.0**i) >= params)
-    # Try factors in steps of most / 2**22, which are small enough for every width up to millions.
+    # Search factors in steps of most / 2**22. Before rounding, a step changes widths by less than 1.
     step = most / (1 << 22)
     return scaled(step * bisect_left(range(1 << 22), params, key=lambda n: size(step * n)))
 
@@ -195,7 +195,7 @@ def is_import_path(name: str) -> bool:
 
 
 def import_factory(path: str, returns: str) -> Callable[..., Any]:
-    """Import `package.module:name`, also from the working folder. Errors name the expected result `returns`."""
+    """Import `package.module:name`, also from the working folder. `returns` names the expected result, for errors."""
     # Search the working folder too, which Python leaves out when it runs the script `gbfunc`.
     sys.path.insert(0, folder := os.getcwd())
     try:
@@ -214,7 +214,7 @@ def import_factory(path: str, returns: str) -> Callable[..., Any]:
 
 
 def options_for(what: str, factory: Callable[..., Any], config: Mapping[str, Any], **available: Any) -> dict[str, Any]:
-    """Return `config` and those `available` arguments that a factory accepts; ValueError for wrong options."""
+    """Return `config` and the `available` arguments that `factory` has; ValueError for options that it lacks."""
     signature = inspect.signature(factory)
     known = [name for name in signature.parameters if name not in available]
     unknown = [name for name in config if name not in known]

@@ -145,7 +145,7 @@ def all_conv(interface: Interface, *, width: int = 96) -> PNet:
 
 def lenet5(interface: Interface, *, width: int = 50) -> PNet:
     """Describe a `LeNet5` for an image task, with `width` channels in the second convolution."""
-    # Fix the convolutions' biases at 0: the hidden layer has biases, and the genome can have more sines.
+    # Fix all biases except the last layer's at 0, so that the genome can have more sines.
     rules = ((r"^[025]\.bias$", constant(0.0)), (r"^[57]\.weight$", periodic(frequency=0.5)))
     return _of_maps("lenet5", lenet5, interface, LeNet5, width, "5.weight", rules)
 
@@ -159,7 +159,7 @@ def convnet(interface: Interface, *, width: int = 32) -> PNet:
 def _of_maps(
     name: str, factory: Callable[..., PNet], interface: Interface, make: Any, width: int, weight: str, rules: Any
 ) -> PNet:
-    """Describe a net. The code of an input of the linear layer `weight` is the channel and the pixel of that input."""
+    """Describe a LeNet5 or a ConvNet. An input of the linear layer `weight` has the code of its channel and pixel."""
     check_reads(name, interface, "images", 3, 16)
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))
@@ -169,7 +169,7 @@ def _of_maps(
 
 
 def resnet(depth: int, interface: Interface, *, width: int | None = None) -> PNet:
-    """Describe a `ResNet` for small images: ResNet-18 at depth 18, otherwise 6 n + 2 layers in three stages.
+    """Describe a `ResNet` for small images: ResNet-18 at depth 18, otherwise 6 n + 2 layers, three stages of n blocks.
 
     The first stage has `width` channels. The default is 64 at depth 18, and otherwise 16. On CIFAR-10, ResNet-20
     then has 269,722 parameters, and ResNet-56 has 853,018.

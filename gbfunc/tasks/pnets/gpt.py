@@ -76,7 +76,7 @@ def gpt(
     hidden: int | None = None,
     bias: bool = False,
 ) -> PNet:
-    """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU, with 4 x `width` for `hidden`."""
+    """Describe a `GPT` for a text task. The defaults are nanoGPT's for a CPU; `hidden` is 4 x `width` by default."""
     base.check_reads("gpt", interface, "text", 1)
     # Keep None as `hidden` in the configuration, so that `hidden` changes with `width`.
     config = dict(layers=layers, width=width, heads=heads, hidden=hidden, bias=bias)
@@ -88,7 +88,7 @@ def gpt(
 
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
-    """Return plan options for a `GPT`. All blocks share code weights. Position embeddings are also generated."""
+    """Return plan options for a `GPT`. All blocks share code weights. Position embeddings are generated, not direct."""
     # In small genomes, fix the norms: the next layers can scale instead, and the genome can have more sines.
     positions = (r"^positions\.weight$", periodic(min(*interface.inputs, width), frequency=2.5))
     plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))
@@ -111,7 +111,7 @@ class ViT(nn.Module):
         self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, interface.outputs)
         for parameter in self.blocks.parameters():
-            if parameter.ndim > 1:  # Draw again, because `TransformerEncoder` makes all layers equal.
+            if parameter.ndim > 1:  # Draw again, because `TransformerEncoder` copies one layer.
                 nn.init.xavier_uniform_(parameter)
 
     def forward(self, x_BChw: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     The type is `gpt2`, `bert`, ..., or empty for the type of the network `pretrained` (see `pretrained_network`).
     `config` sets fields of the model's configuration. In a new model, the task's interface also sets fields, such as
     the size of the vocabulary or of images. A pretrained network keeps its configuration, but without dropout. A
-    pretrained image classifier gets a new last layer. A genome larger than the layer trains it directly.
+    pretrained image classifier gets a new head, which stays direct if the genome has more parameters than the head.
     """
     transformers = import_extra("transformers", "a Hugging Face p-net", "gbfunc[hf]")
     if interface.reads not in _KINDS:
@@ -102,10 +102,10 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     encodes = sized and not full.is_encoder_decoder
     if type(full) not in auto._model_mapping or (interface.vocabulary and not encodes):
         raise ValueError(f"the task needs a network of the kind {kind}, got {name}: choose another hf:TYPE")
-    # For short texts, do not use fused attention, whose backward in bfloat16 is ten times as slow on a CPU.
+    # Use eager attention for short texts: on a CPU, the backward of fused attention in bfloat16 is ten times slower.
     eager = (interface.vocabulary or (folder is not None and interface.tokens)) and interface.inputs[0] <= 128
     adapter, head, least = _ADAPTER if interface.vocabulary else _ADAPTER._replace(modules_to_save=()), "", 0
-    tied = functools.cache(functools.partial(_tied, auto, full))
+    value_deltas = functools.cache(functools.partial(_value_deltas, auto, full))
     if folder is not None and interface.reads == "images":
         full.num_labels = interface.outputs
         with torch.device("meta"):
@@ -133,16 +133,16 @@ def hugging_face(interface: Interface, model_type: str, *, pretrained: str | Non
     def plan(genome_params: float) -> PlanOptions:
         # Train the head directly if it fits into the genome, even if few parameters are left for the deltas.
         direct_head = (rf"^{re.escape(head)}\.",) if head and genome_params > least else ()
-        if folder is not None and interface.tokens and genome_params >= tied()[1]:
-            return tied()[0]
+        if folder is not None and interface.tokens and genome_params >= value_deltas()[1]:
+            return value_deltas()[0]
         return BLOCKS if folder is None else adapter._replace(exclude=direct_head)
 
     source = {} if folder is None else {"pretrained": str(pretrained)}
     return PNet(name=name, make=make, plan=plan, config=source | fields)
 
 
-def _tied(auto: Any, full: Any) -> tuple[PlanOptions, float]:
-    """Return plan options for low-rank deltas of value projections, and the number of parameters at rank 1."""
+def _value_deltas(auto: Any, full: Any) -> tuple[PlanOptions, float]:
+    """Return plan options for low-rank deltas of value projections, and the number of genome parameters at rank 1."""
     with torch.device("meta"):
         layers = auto.from_config(full).named_modules()
     found = [(name.rpartition(".")[2], layer.weight.numel()) for name, layer in layers if name.endswith(_VALUES)]
@@ -233,7 +233,7 @@ def _pretrained(name: str, folder: Path, full: Any, auto: Any, head: str, **gguf
 
 @functools.cache
 def _unpacked(file: Path) -> Path:
-    """Convert a GGUF file to a folder, which loads 100 times as fast as the file: in `$GBFUNC_CACHE`, or temporary."""
+    """Unpack a GGUF file, because a folder loads 100 times as fast: into `$GBFUNC_CACHE`, or a temporary folder."""
     transformers, _ = (import_extra(name, f"reading {file.name}", "gbfunc[llm]") for name in ("transformers", "gguf"))
     cache, gguf = os.environ.get("GBFUNC_CACHE"), {"gguf_file": file.name}
     folder = Path(cache or "", f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}")

@@ -51,8 +51,8 @@ def mlp_pnet(interface: Interface, *, hidden: Sequence[int] | None = None, bandw
 def mlp_plan(sizes: tuple[int, ...], inputs: tuple[int, ...], bandwidth: float) -> PlanOptions:
     """Return plan options for an `MLP` on images. The code of an input unit is the coordinates of its pixel.
 
-    The code of a hidden unit is the bits of its index, with smaller initial code weights. Hidden biases are fixed at 0,
-    which leaves more parameters for g-nets. The biases of the output are few, so they are trained directly.
+    A hidden unit's code is the bits of its index, with half the initial code weights of inputs and outputs. Hidden
+    biases are fixed at 0, which leaves more parameters for g-nets. The few output biases are trained directly.
     """
     n_hidden = len(sizes) - 2
     frequencies = pairwise([1.0, *[_HIDDEN_FREQUENCY] * n_hidden, 1.0]) if n_hidden else ()
