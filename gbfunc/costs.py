@@ -20,7 +20,7 @@ OPERATIONS_PER_BYTE: Mapping[str, float] = MappingProxyType({"cpu": 40.0, "cuda"
 
 
 def product_flops(rows: int, cols: int, k: int) -> float:
-    """Count the operations to multiply two factors of rank k, which gives a matrix: 6 R C k."""
+    """Count the operations to multiply two factors of rank k to a matrix of R rows and C columns: 6 R C k."""
     return 6.0 * rows * cols * k
 
 
@@ -37,7 +37,7 @@ def dense_flops(rows: int, cols: int, k: int, batch: int) -> float:
 def thin_flops(
     rows: int, cols: int, k: int, tiles: tuple[int, int], batch: int, parts: tuple[int, int] = (1, 1)
 ) -> float:
-    """Count operations to apply factors, 6 B k (nr C + nc R), and to read or write `x R`, [B, nr nc k], 15 times.
+    """Count operations to apply factors, 6 B k (nr C + nc R), and to read or write intermediates [B, nr nc k] 15 times.
 
     `parts` are the numbers of ranks over which the matrix's rows and columns are split. The result is for one rank.
 

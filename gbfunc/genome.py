@@ -34,7 +34,7 @@ _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e
 
 
 def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return codes of rows and of columns, [tiles, tile length, width of a code]; [1, ...] if all are equal."""
+    """Return codes of rows and of columns, [tiles, tile length, code width]; [1, ...] if tiles have equal codes."""
     if is_exporting():
         row, col = ensemble.codes_on(device)
     else:

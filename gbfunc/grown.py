@@ -29,8 +29,8 @@ def materialize(
         genome: a `Genome` or `TrainState`.
         pnet: the plan's p-net, which is not changed. The result has the p-net's mode (training or evaluation).
         factored: store a weight as factors if the factors are smaller than the weight. The layer then has two
-            parameters, such as `weight_left` and `weight_right`. Factors take less memory, and less time if they are
-            thin. `layer.weight` is then a property that multiplies the factors, so in-place changes of the weight are
+            parameters, such as `weight_left` and `weight_right`. Factors take less memory, and thin factors take
+            less time. `layer.weight` is then a property that multiplies the factors: in-place changes of the weight are
             lost. Code that changes weights (PEFT's `merge_and_unload`) or depends on the p-net's names
             (`save_pretrained` of Hugging Face) needs `factored=False`, which returns a plain module without gbfunc.
         noise: noise of stochastic g-nets, from `gb.sample_noise(plan, generator)`. Each draw of the noise gives a
@@ -67,7 +67,7 @@ def materialize(
 
 @torch.no_grad()
 def shuffled(net: nn.Module, seed: int = 0, *, names: Iterable[str] | None = None) -> nn.Module:
-    """Copy a network and permute the numbers in each weight: a control with an unchanged distribution of weights.
+    """Copy a network and permute the numbers in each weight: for a control with the same distribution of weights.
 
     `names` are the parameters to permute, by default all parameters with at least two dimensions.
     """

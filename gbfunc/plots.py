@@ -101,7 +101,7 @@ def tradeoff_curves(
         measured.append(axes.errorbar(sizes, means, yerr=bars, label=label, **style))
     axes.set(xlabel="everything needed to run (bytes, logarithmic)", ylabel=ylabel, xscale="log")
     if yscale == "log":
-        # Zero has no place on a logarithmic axis. Draw a bar that reaches zero to the edge.
+        # Zero has no place on a logarithmic axis: clip bars that reach zero at the edge.
         axes.set_yscale(yscale, nonpositive="clip")
     # If an axis spans less than a decade, matplotlib would label all minor ticks, and the labels would overlap.
     for axis, formatter in ((axes.xaxis, EngFormatter(unit="B")), (axes.yaxis, StrMethodFormatter("{x:g}"))):

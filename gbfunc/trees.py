@@ -151,8 +151,8 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
 def tree_leaves(tree: Any, path: str = "tree", *, packed: bool = False) -> list[tuple[str, Any]]:
     """Return pairs of a Python expression and a leaf, such as `("batch['x'][0]", tensor)`, for all leaves of a tree.
 
-    `path` is the expression for the tree itself. Mappings of any type are entered. With `packed`, a `PackedSequence` is
-    one leaf.
+    `path` is the expression for the tree itself. The tree may have mappings of any type. With `packed`, a
+    `PackedSequence` is one leaf.
     """
     import optree  # Imported here, as in `tree_map`
 

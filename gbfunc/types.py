@@ -65,7 +65,7 @@ class TileDims(NamedTuple):
 
 
 class MatrixDims(NamedTuple):
-    """The size of the matrix to which a parameter, such as a convolution's weight, is reshaped."""
+    """The size of a generated matrix, from which a parameter, such as a convolution's weight, is folded (reshaped)."""
 
     rows: int  # Output channels
     cols: int  # Input channels x kernel positions

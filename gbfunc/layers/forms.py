@@ -191,7 +191,7 @@ Outside = Callable[[Any, str], Any]
 
 
 def generated_attribute(attribute: str) -> str:
-    """Return the name of the layer's attribute that holds the generated weight in a call, and None outside of calls."""
+    """Name the layer attribute that holds a generated weight. The attribute is None outside of calls of the p-net."""
     return f"_generated_{attribute}"
 
 
@@ -231,7 +231,7 @@ class Parameters(dict[str, Any]):
 
 
 def unseen_by_checkpoints() -> AbstractContextManager[Any]:
-    """Hide saved tensors of this context from checkpoints, whose second forward may not generate weights again."""
+    """Hide tensors saved for backward in this context from checkpoints, whose second forward may not save them."""
     # Older versions of torch cannot tell whether a checkpoint surrounds this code: assume that one does.
     autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda _: True)

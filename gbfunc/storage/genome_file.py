@@ -113,7 +113,7 @@ def load(
 
     Args:
         path: the file.
-        factories: the functions that were passed to `from_module`, if the plan has such g-nets. A file has no code.
+        factories: the functions passed to `from_module`, if the plan has g-nets of `from_module`. A file has no code.
         max_pnet_bytes: maximum size of the p-net that the file declares; a small file can declare a huge p-net.
         max_params: maximum number of the genome's parameters. If None, 2^20 parameters and 16 more per byte of the file
             are allowed, or 2^18 parameters and 1.5 more per byte in a file with quantization steps.

@@ -39,12 +39,12 @@ _INSTEAD = "; gb.materialize(plan, genome, pnet) gives the whole network instead
 
 
 def save_lora(folder: str | os.PathLike[str], plan: Plan, genome: GenomeLike, pnet: nn.Module) -> int:
-    """Writes a LoRA adapter for `peft.PeftModel.from_pretrained(pnet, folder)`; returns the size of the tensors' file.
+    """Writes a LoRA adapter for `peft.PeftModel.from_pretrained(pnet, folder)`; returns the bytes of the tensors' file.
 
     The folder has each delta as two thin matrices, and the complete new modules (`modules_to_save`). The folder is
-    therefore larger than the genome's file, and cannot be converted back into a genome. Any program that supports LoRA
-    computes the same outputs. If a delta's weight is tied, every layer that uses the weight gets a copy of the two
-    matrices. Do not merge the copies in peft, because peft would add all copies to the weight.
+    therefore larger than the genome's file, and cannot be converted back into a genome. With any program that supports
+    LoRA, the outputs equal the grown network's. If a delta's weight is tied, every layer that uses the weight gets a
+    copy of the two matrices. Do not merge the copies in peft, because peft would add all copies to the weight.
 
     Args:
         folder: the folder, created if it does not exist; its files are replaced.
