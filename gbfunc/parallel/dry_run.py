@@ -131,7 +131,7 @@ class DryRun(TorchDispatchMode):
                 continue
             self.forms |= dict.fromkeys((t.name, *t.aliases), form)
             for key, (tiles, n, k) in zip(form.keys, factor_shapes(t.slots[0]), strict=False):
-                # Rows are the last dimension in memory, as in factors of periodic g-nets, so that equal operators run.
+                # Rows are the last dimension in memory, as in factors of periodic g-nets. Another order adds copies.
                 shape = len(t.slots) * tiles, k, n
                 factor = torch.empty(shape, dtype=plan.dtype, device="meta").transpose(-1, -2)
                 self._weights[key] = factor.requires_grad_()
@@ -159,7 +159,7 @@ class DryRun(TorchDispatchMode):
         kwargs = kwargs or {}
         out, flops = func(*args, **kwargs), flop_registry.get(func._overloadpacket)
         cell = self._cells[self._at]
-        # Do not use torch's `FlopCounterMode`: if a forward calls `autograd.grad`, the mode detaches the gradients.
+        # Do not use torch's `FlopCounterMode`: its module hooks do not support a forward that calls `autograd.grad`.
         cell.flops += flops(*args, **kwargs, out_val=out) if flops else 0
         both: Any = (args, kwargs), out
         inputs, outputs = ([x for x in optree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in both)
