@@ -32,7 +32,7 @@ class Checkpoints:
     settings: JSON  # Settings that must not change when a training is resumed
     source: Path | None  # File or folder to resume from; None starts a new training
     output: CheckpointOptions
-    unit: int  # Number of steps after which a training can resume: 1, or the steps of an epoch
+    unit: int  # A training can resume after multiples of this number of steps: 1, or an epoch
     writer: gb.Checkpointer | None = None  # Writes checkpoints; None saves nothing
     signals: list[int] = field(default_factory=list)  # Signals received so far
 

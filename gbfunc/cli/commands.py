@@ -124,9 +124,9 @@ class Sample(GenomeCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(GenomeCommand):
-    """Write a network for other programs, a web page, or a QR code."""
+    """Export a network for other programs, as a web page, or as a QR code."""
 
-    # File to write or replace. A web page (.html) of a text task needs --data-dir: a genome's file has no alphabet.
+    # File to write or replace. A web page (.html) of a text task needs --data-dir, to read the characters.
     out: Annotated[Path, arg(metavar="FILE")]
     # Write a QR code, which opens the exported page at the address PAGE with a genome of at most about 2,200 bytes.
     qr: Annotated[str | None, shows("PAGE")] = None
@@ -144,7 +144,7 @@ class Plan(Command, options.ConfigOption):
     genome: options.GenomeOptions = options.GenomeOptions()
     output: options.StoredOptions = options.StoredOptions()
 
-    # Number of ranks (processes): estimates memory, bytes sent and seconds per step for every mesh of these ranks.
+    # Estimate memory, bytes sent and seconds per step for every mesh of this number of ranks (processes).
     ranks: Annotated[int | None, shows("INT"), COUNT] = None
     # Memory of a rank, such as 16GB or 80GiB. Needs --ranks.
     memory: Annotated[str | None, shows("SIZE", "the memory in --device")] = None
@@ -224,7 +224,7 @@ class Federated(Command, options.ConfigOption):
     rounds: Annotated[int, COUNT] = 200
     # Number of training steps of a client in a round.
     local_steps: Annotated[int, COUNT] = 20
-    # Number of examples per step.
+    # Number of examples per training step of a client.
     batch_size: Annotated[int, COUNT] = 32
     # Peak learning rate of the clients.
     lr: Annotated[float | None, shows("FLOAT", "0.02; with convolutions 0.01; with --dense 0.1"), POSITIVE] = None

@@ -118,7 +118,7 @@ def _strategy(options: Federated) -> Any:
     usual: dict[str, Any] = {"num_malicious_nodes": 1} if name in robust else {}
     usual |= {"num_nodes_to_select": max(1, options.sample - 1)} if name == "MultiKrum" else {}
     usual |= {"server_momentum": 0.5} if options.strategy is None and not options.dense else {}
-    # Flower trains max(int(fraction_train * clients), min_train_nodes) clients, but none if the fraction is 0.
+    # Flower trains max(int(fraction_train * clients), min_train_nodes) clients; a fraction of 0 turns training off.
     nodes = {"fraction_train": 1e-9, "min_train_nodes": options.sample, "min_available_nodes": options.clients}
     config = nodes | {"fraction_evaluate": 0.0} | usual | read_json("--strategy-config", options.strategy_config)
     if many := [k for k, x in config.items() if k.startswith("min_") and isinstance(x, int) and x > options.clients]:

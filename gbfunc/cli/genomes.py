@@ -62,7 +62,7 @@ def run_sample(options: Sample) -> None:
 def read_genome(
     path: Path, data: DataOptions, task: Task | None = None, *, bare: bool = False
 ) -> tuple[gb.Plan, Task, nn.Module]:
-    """Read plan, task and network from a genome file. `bare`: no data if the file describes the inputs."""
+    """Read plan, task and network from a file. With `bare`, load no data of the task if the file describes inputs."""
     said = said_by(path)
     plan, genome = gb.load(path)
     if task is None:

@@ -144,7 +144,7 @@ class GenomeOptions:
     compression: Annotated[float | None, shows("FLOAT", recipe="compression"), POSITIVE] = None
     # Type of the g-nets, which generate the weights.
     hypernet: Annotated[HypernetName | None, shows(HypernetName, "periodic")] = None
-    # Options of this type of g-nets, such as '{"hidden": [16, 16], "activation": "tanh"}' for gnet.
+    # Options of the type in --hypernet, such as '{"hidden": [16, 16], "activation": "tanh"}' for gnet.
     hypernet_config: Annotated[str, shows("JSON", "the task's options")] = "{}"
     # Largest tile (block of a weight matrix that one g-net generates): rows and columns, or one number for both.
     max_tile: Annotated[tuple[int, ...] | None, shows("INT [INT]", "as few tiles as the size allows")] = None
@@ -243,7 +243,7 @@ class CheckpointOptions(OutputOptions):
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How steps run, and how they are split over ranks (the processes of torchrun)."""
+    """How training steps run, and how ranks (the processes of torchrun) share a step."""
 
     # Run the p-net under autocast. Weights are still generated in float32.
     amp: Annotated[Literal["bfloat16", "float16"] | None, shows("bfloat16|float16")] = None

@@ -88,7 +88,7 @@ def write_figure(path: Path, draw: Callable[[], Figure]) -> None:
 def written(
     folder: Path, out: Path | None, task: Task, metrics: Mapping[str, Any], runs: Mapping[str, Sequence[Row]]
 ) -> Iterator[None]:
-    """Write `metrics`, and `runs` as the history. At exit, plot the learning curves and print a command to try next."""
+    """Write `metrics` and the histories `runs`. At exit, plot the learning curves and print a command to try next."""
     write_history(folder / "history.csv", runs)
     write_metrics(folder / "metrics.json", metrics)
     yield
@@ -164,7 +164,7 @@ class Best:
     path: Path
     metric: Metric
     write: Callable[[Any, Path], None]
-    # First row of the history to compare. If a resumed training has no file, the genomes of earlier rows are lost.
+    # First row of the history to compare. A resumed training without a file skips earlier rows: their genomes are lost.
     first: int | None = None
 
     def __call__(self, state: Any, history: Sequence[Row]) -> None:

@@ -57,7 +57,7 @@ def run_train(options: Train) -> None:
             teacher = read_teacher(asked.teacher, job.task, here.data).to(mesh.device)
             asks = here.training.epochs or here.training.steps or job.recipe.steps
             if job.plan.base is None and not here.dense and not asks:
-                # Train twice as long, because distillation needs long trainings (Beyer et al., 2022).
+                # Train twice as long as the recipe, because distillation needs long trainings (Beyer et al., 2022).
                 reasons = {**job.recipe.reasons, "epochs": "twice the recipe's, because there is a teacher"}
                 job = job._replace(recipe=replace(job.recipe, epochs=2 * job.recipe.epochs, reasons=reasons))
             return job._replace(task=taught(job.task, teacher, asked.teacher_weight, asked.temperature)), teacher
@@ -190,7 +190,7 @@ class Meter:
         if "pipeline" in self.split:
             found["pipeline"] = self.split["pipeline"]
         if self.batch is not None:
-            # Use attention without fused kernels, because the counter does not know all of them.
+            # Use attention without fused kernels, because `FlopCounterMode` does not count all fused kernels.
             with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 task.loss(copy.deepcopy(job.pnet), self.batch)
             # Backward has twice the operations of forward.
@@ -208,7 +208,7 @@ def run_fit(trainer: training.Trainer, job: Job, seed: int, label: str, **hooks:
 
 
 def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], seed: int) -> gb.Genome | None:
-    """Fit a genome to a teacher's weights. Return None if its accuracy is nearer to chance than to the teacher's."""
+    """Fit a genome to a teacher's weights. None if the genome's accuracy is nearer to chance than to the teacher's."""
     task, plan, metric = job.task, job.plan, job.task.metric
     if teacher is None:
         return None

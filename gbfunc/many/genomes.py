@@ -207,7 +207,7 @@ class ManyGenomes(nn.Module):
 
     def _build(self) -> None:
         self._lock, self._mode = threading.RLock(), cache(self._make_mode)
-        self._known: dict[Any, _Mode] = {}  # the checked mode for each structure of inputs (`_kind`)
+        self._known: dict[Any, _Mode] = {}  # {structure of inputs (`_kind`): mode whose batches agree with single rows}
         self._generators, self._grown = cache(self._frame.generator), lru_cache(self._most)(self._grow)
         self._last: tuple[Any, Params] = None, {}  # the last batch: numbers of its genomes, and their tensors
 
@@ -237,7 +237,7 @@ class ManyGenomes(nn.Module):
             unfused(skeleton.eval())
             for module in modules:
                 module.install(skeleton)
-            # Tensors in which genomes differ have the rows as an additional first dimension.
+            # Do not check the shapes of tensors in which genomes differ, which have an additional dimension of rows.
             return [*self._rows] if modules else []
 
         # If no module runs under `vmap`, the net for single rows also computes batches.
@@ -385,7 +385,7 @@ def _kind(named: tuple[str, Any], has_rows: bool) -> Any:
 
 
 def _checked(out: Any, n_rows: int, plain: bool = False) -> Any:
-    """Check that an output's tensors have `n_rows` rows. `plain` refuses other values whose type is not in `PLAIN`."""
+    """Check that an output's tensors have `n_rows` rows. `plain` refuses objects that rows cannot share (a cache)."""
     for at, x in tree_leaves(out, "output"):
         if isinstance(x, Tensor) and x.shape[:1] != (n_rows,):
             got = f"expected outputs with first dimension {n_rows}, the batch, got {at} of shape {tuple(x.shape)}"

@@ -82,7 +82,7 @@ class RowWise:
             raise ValueError(f"{self.path!r} has a {type(x).__name__} as input, whose rows are not known")
         if not isinstance(x, Tensor) or x.ndim == 0:
             return False
-        # Refuse inner inputs without rows: in a batch whose size is their first dimension, they would be split.
+        # Refuse inner inputs without a dimension of rows: a batch of as many rows as their first dimension splits them.
         if self.path and len(x) != n_rows and (len(x) != 1 or x.ndim == 1):
             raise ValueError(f"{self.path!r} has an input of shape {tuple(x.shape)} for {n_rows} rows")
         return len(x) == n_rows

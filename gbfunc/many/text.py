@@ -23,7 +23,7 @@ class _Draws:
 def generate_rows(
     seeds: Sequence[int] | None, options: dict[str, Any], net: Any, rows: Sequence[int], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Generate the texts of the rows whose numbers are in `rows`."""
+    """Return the tokens that `net` generates for the rows with the numbers `rows`; `seeds` has one seed per row."""
     del kwargs["use_cache"]
     if seeds is None:
         return net.generate(*args, **kwargs, **options)
