@@ -50,14 +50,14 @@ class Metric(NamedTuple):
 
 
 def one_cycle(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Return the schedule OneCycleLR: up to `lr` over the fraction `recipe.warmup` of the steps, then to nearly 0."""
+    """Return OneCycleLR's schedule: rise to `lr` over the fraction `recipe.warmup` of steps, then fall to nearly 0."""
     # A warm-up of exactly one step would make torch's schedule divide by zero, so use 1.5 steps.
     warmup = 1.5 / steps if math.isclose(recipe.warmup * steps, 1) and steps > 1 else recipe.warmup
     return torch_schedule(torch.optim.lr_scheduler.OneCycleLR, lr, steps, pct_start=warmup)
 
 
 def linear_decay(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Return a piecewise linear schedule: up to `lr` over the fraction `recipe.warmup` of the steps, then down to 0."""
+    """Return a linear schedule: rise to `lr` over the fraction `recipe.warmup` of steps, then fall to 0."""
     warm = max(1, round(recipe.warmup * steps))
     return lambda step: lr * min((step + 1) / warm, max(0, steps - step) / max(1, steps - warm + 1))
 

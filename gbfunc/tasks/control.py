@@ -325,7 +325,7 @@ def _rollout(envs: Any, net: PolicyValue, front: _Front, split: Rollouts) -> tup
 
 
 def play(env: Environment, number: int, seed: int, act: Callable[[Tensor], Tensor]) -> tuple[NDArray[np.float64], int]:
-    """Play one episode in each of N = `number` environments. Return the undiscounted returns [N] and the sum of steps.
+    """Play one episode in each of N = `number` environments. Return undiscounted returns [N] and total number of steps.
 
     `act` maps observations [N, O] to actions on the CPU: indices [N] or vectors [N, A].
     """

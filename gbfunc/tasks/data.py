@@ -98,7 +98,7 @@ class Windows:
 
 
 def steps_per_epoch(data: Data, batch_size: int) -> int:
-    """Count the full batches of a pass."""
+    """Count the full batches of a pass; raises ValueError if the data have fewer than `batch_size` examples."""
     if not 1 <= batch_size <= len(data):
         raise ValueError(f"batch size must be between 1 and the {len(data)} training examples, got {batch_size}")
     return len(data) // batch_size
@@ -169,7 +169,7 @@ def scaling(mean: NDArray[np.float64], std: NDArray[np.float64], *, white: int =
 
 def noise(deviation: float) -> Augment:
     """Return an augmentation that adds normal noise with the standard deviation `deviation` to normalised inputs."""
-    # Add in place to a copy, so that the result has the memory layout of the inputs.
+    # Add in place to a copy, so that the result has the memory layout of the inputs (channels_last is faster).
     return lambda x, generator: x.clone().add_((deviation * torch.randn(x.shape, generator=generator)).to(x.device))
 
 
@@ -187,7 +187,7 @@ def leave_out(probability: float, pad: int) -> Augment:
 def shift(pixels: int, fraction: float, fill: float, *, mirrors: bool = False) -> Augment:
     """Return an augmentation that moves a `fraction` of the images by up to `pixels` pixels along each axis.
 
-    Pixels from outside are `fill`. With `mirrors`, all images move; a `fraction` is mirrored (He et al., 2015, 4.2).
+    Pixels that move in get `fill`. With `mirrors`, all images move; a `fraction` is mirrored (He et al., 2015, 4.2).
     """
 
     def change(x_BChw: Tensor, generator: torch.Generator) -> Tensor:

@@ -80,7 +80,7 @@ class PNet:
     make: Callable[[], nn.Module]  # builds the module, with initial weights from torch's default generator
     # Returns options of `make_plan` for a number of genome parameters.
     plan: Callable[[float], PlanOptions] = lambda genome_params: PlanOptions()
-    config: Mapping[str, Any] = field(default_factory=dict)  # values of --pnet-config, which JSON can store
+    config: Mapping[str, Any] = field(default_factory=dict)  # options of the p-net (--pnet-config), as JSON values
     scaled: Callable[[float], PNet] | None = None  # maps a factor of all widths to a new p-net; None: fixed widths
 
     def build(self, seed: int) -> nn.Module:
@@ -179,7 +179,7 @@ def narrowed(pnet: PNet, params: int) -> PNet:
             return n_params(scaled(factor).make())
 
     most = next(2.0**i for i in count() if size(2.0**i) >= params)
-    # Search factors in steps of most / 2**22. Before rounding, a step changes widths by less than 1.
+    # Search factors in steps of most / 2**22. Before rounding, a step changes widths below 4 million by less than 1.
     step = most / (1 << 22)
     return scaled(step * bisect_left(range(1 << 22), params, key=lambda n: size(step * n)))
 

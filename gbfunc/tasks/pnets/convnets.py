@@ -85,8 +85,8 @@ def _maps(inputs: Sequence[int]) -> tuple[int, int]:
 class Residual(nn.Module):
     """Two convolutions and a shortcut: [B, C, h, w] -> [B, out, h / stride, w / stride].
 
-    If the shapes differ, the shortcut is a 1 x 1 convolution. With `padded`, the shortcut has no parameters: it takes
-    every `stride`-th pixel, and sets the additional channels to 0.
+    If input and output differ in shape, the shortcut is a 1 x 1 convolution. With `padded`, the shortcut then has no
+    parameters: it takes every `stride`-th pixel, and sets the additional channels to 0.
     """
 
     def __init__(self, channels: int, out: int, stride: int, padded: bool) -> None:
