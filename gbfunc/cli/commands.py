@@ -218,7 +218,7 @@ class Federated(Command, options.ConfigOption):
     clients: Annotated[int, COUNT] = 100
     # Number of clients that train in a round, drawn at random.
     sample: Annotated[int, COUNT] = 10
-    # Dirichlet concentration of the clients' fractions of each class. 0.1: few classes per client; inf: equal.
+    # Dirichlet concentration of the clients' fractions of each class. 0.1: few classes per client; inf: equal shares.
     alpha: float = float("inf")
     # Total number of rounds.
     rounds: Annotated[int, COUNT] = 200

@@ -159,7 +159,7 @@ class GenomeOptions:
     encodings: Annotated[str, shows("JSON", "the task's encodings")] = "{}"
     # own: generate changes of the p-net's own weights (an adapter). none: generate the weights themselves.
     base: Annotated[Literal["own", "none"] | None, shows("own|none", "own with --pretrained")] = None
-    # Modules that an adapter changes: full names, ends of names, or one regular expression (as in PEFT).
+    # Modules whose weights get deltas: full names, ends of names, or one regular expression (as in PEFT).
     target_modules: Annotated[tuple[str, ...] | None, shows("NAME ...", "all-linear")] = None
     # New modules, such as a head: trained directly, except large parameters that would take over 1/4 of the genome.
     modules_to_save: Annotated[tuple[str, ...] | None, shows("NAME ...", "classifier with --pretrained")] = None
