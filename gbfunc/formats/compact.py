@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 def pack(
     document: str, plan: Any, leaves: TensorMap, stored: str | Steps, most: int = MAX_SYMBOLS
 ) -> tuple[bytes, Sizes]:
-    """Packs a document (JSON of plan and metadata) and leaves to a file; ValueError for too many or too large numbers.
+    """Packs a document (JSON of plan and metadata) and leaves: (file, `Sizes`); ValueError for too large numbers.
 
     Up to `most` codes of 2 to 8 bits are stored as runs. More codes are packed, which is faster but takes more bytes.
     """

@@ -2,7 +2,7 @@
 
     8 bytes    length of the header
     header     JSON, padded to 8 bytes: format, plan, SHA-256 of plan and data; dtype, shape and offsets per tensor
-    data       one tensor [n] per dtype, wider dtypes first: the leaves of this dtype, sorted by name
+    data       one tensor [n] per dtype, wider dtypes first: all leaves of this dtype, concatenated by name
 
 The plan in the header is compressed JSON in base85, whose characters JSON does not escape. Genomes in codes of 2 to 8
 bits have another layout (`compact`).

@@ -39,7 +39,7 @@ class Codes(NamedTuple):
 
 
 def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
-    """Returns the name of a dtype; raises ValueError for a dtype in which leaves cannot be stored."""
+    """Returns the name of a dtype, such as "int8"; raises ValueError for a dtype in which leaves cannot be stored."""
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if not isinstance(name, str) or name not in {**STORED_DTYPES, **BITS}:
         raise ValueError(f"{what} must be None or one of {', '.join((*STORED_DTYPES, *BITS))}, got {dtype!r}")

@@ -85,7 +85,7 @@ def genome_file_bytes(plan: Any, dtype: Stored | None = None) -> int:
 
 
 def owners_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
-    """Returns for each leaf `[(tensor, count), ...]`: the tensors of its rows in order, and the sizes of their rows."""
+    """Returns for each leaf `[(tensor, count), ...]`: its tensors in the order of rows, and their counts of numbers."""
     owners = {f"{DIRECT}{t.name}": [(t.name, t.numel)] for t in plan.direct}
     owners |= {f"{BUFFERS}{b.name}": [(b.name, math.prod(b.shape))] for b in plan.buffers}
     for e in plan.ensembles:

@@ -62,7 +62,7 @@ def codable(plan: Any, leaves: TensorMap) -> bool:
 
 
 def squares_of(name: str, leaves: TensorMap, squares: TensorMap) -> Tensor | None:
-    """Estimates the mean square of a statistic's gradient from the same norm's bias; None if the norm has no bias."""
+    """Estimates a statistic's mean squared gradient from the squared gradient of the norm's bias; None without bias."""
     module = name.removeprefix(BUFFERS)
     shift, scale = (f"{DIRECT}{sibling(module, kind)}" for kind in ("bias", "weight"))
     if shift not in squares or squares[shift].shape != leaves[name].shape:

@@ -43,7 +43,7 @@ AUTO = "auto"  # Name of the dtype of files with quantization steps
 OCTAVE, LEAST, MOST = 8, -128, 127  # The step doubles every 8 indices; smallest and largest index of a part
 LARGEST = 2047  # Largest absolute value of a stored integer
 _REACH = 400  # `_STEPS` has the steps of the indices -400 .. 400
-_AT_ONCE = 1 << 18  # Entries of codes that are computed in one call, to limit memory
+_AT_ONCE = 1 << 18  # Maximum number of entries of codes that are computed in one call, to limit memory
 # Limits of the exponents in `Part.finer`, so that `_STEPS` has the steps of all code weights.
 COARSEST, FINEST = -68, 44
 # Dtype and device are explicit because files must not depend on the user's defaults.
@@ -52,7 +52,7 @@ _STEPS = torch.tensor(
     dtype=torch.float32,
     device="cpu",
 )
-# Bits that plans for a size in bytes assume: per number, and per part of a leaf for the part's step and width.
+# Bits that a plan for a file size assumes: for each number, and for the step and the width of each part of a leaf.
 # Networks for MNIST were most accurate with these two values.
 EXPECTED_BITS, EXPECTED_PART_BITS = 5.0, 11.0
 
@@ -87,7 +87,7 @@ Stored = StoredDtype | Steps
 
 
 def stored_as(stored: Stored, what: str = "dtype") -> str:
-    """Returns the name of a dtype for stored leaves, `"auto"` for steps; raises ValueError for any other dtype."""
+    """Returns the name of a file's dtype, `"auto"` for `Steps`; raises ValueError for a dtype that no file has."""
     return AUTO if isinstance(stored, Steps) or stored == AUTO else stored_name(stored, what)
 
 

@@ -18,7 +18,7 @@ from gbfunc.types import GenomeLike
 class UpdateAlignment(NamedTuple):
     """Cosines, from -1 to 1, between an update's change of the weights and the negative gradient of the loss."""
 
-    tensors: Mapping[str, float]  # by parameter's name; nan if the change or the gradient is zero
+    tensors: Mapping[str, float]  # cosine of each parameter, by name; nan if the change or the gradient is zero
     overall: float  # cosine for the vector of all parameters
 
 

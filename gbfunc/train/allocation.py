@@ -101,7 +101,7 @@ class AutoTrainStep(TrainStep):
         return self._last[1]
 
     def stored(self, state: TrainState) -> Steps:
-        """Return the state's quantization steps, or choose new ones if there are none or the file is too large."""
+        """Return the state's quantization steps; new ones if the state has none or the file exceeds `genome_bytes`."""
         steps, options = self.rounding(state), self._options
         genome = Genome(state.gnets, state.direct, state.buffers)
         size = sum(file_bytes(self.plan, steps, genome, options.metadata).values()) if steps else 0

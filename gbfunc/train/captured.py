@@ -71,7 +71,7 @@ class Graphs:
     def __init__(self, step: Step, rates: Rates, fallback: bool = False) -> None:
         self._step, self._rates, self._fallback = step, rates, fallback
         self._calls: dict[Any, int] = {}
-        self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # by batch shape: (graph, batch, info)
+        self._graphs: dict[Any, tuple[Any, dict[str, Tensor], Any]] = {}  # by batch shape: (graph, inputs, info)
         self._state: Any = None  # the state that all graphs read and overwrite
         self._fixed: dict[str, Tensor] = {}  # tensors of `_state` by name
 

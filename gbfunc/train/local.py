@@ -32,7 +32,7 @@ class LocalState(NamedTuple):
 
     inner: OptState
     rows: Tensor  # number of rows that this rank has trained on in this round, float64
-    start: Params  # genome and running statistics at the start of the round, by flat name
+    start: Params  # genome and running statistics at the start of the round, by names such as `direct/bias`
     outer: OptState
 
 
@@ -41,7 +41,7 @@ class WholeLocalState(NamedTuple):
 
     start: Params
     outer: OptState
-    ranks: Params  # all other tensors of the state by flat name, stacked over ranks: [ranks, ...]
+    ranks: Params  # all other tensors of the state, by names such as `opt/step`, stacked over ranks: [ranks, ...]
 
 
 torch.serialization.add_safe_globals([LocalState, WholeLocalState])

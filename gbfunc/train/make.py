@@ -1,4 +1,4 @@
-"""Makes training steps: checks the options, also for equality on all ranks, and chooses how to compute gradients."""
+"""Makes training steps: checks the options, which must be equal on all ranks, and chooses how to compute gradients."""
 
 import warnings
 from dataclasses import replace
@@ -31,8 +31,8 @@ def make_train_step(plan: Plan, pnet: nn.Module, loss_fn: LossFn, optimizer: Opt
 
     `train_step.init(seed)` gives the first state, a `TrainState` of the genome, the buffers and the optimizer's state.
     A training step generates the p-net's weights from the genome, calls `loss_fn`, and updates the genome by the
-    gradient of the loss with respect to the genome. `info` is a `StepInfo`: loss, gradient norm, aux. The p-net always
-    runs in the mode that it has now (training or evaluation). Parameters that do not require grad are not trained.
+    gradient of the loss with respect to the genome. `info` is a `StepInfo`: loss, gradient norm, aux. Every step uses
+    the mode that the p-net has now (training or evaluation). Parameters that do not require grad are not trained.
     `materialize` makes a network from the trained genome. For a loop with `loss.backward()`, use `GenomeModule`.
 
     Args:

@@ -72,7 +72,7 @@ def torch_optimizer(
     update a matrix as a whole. Here, a matrix is the part of a leaf that belongs to one tile, or a direct parameter.
     AdamW, with the same `lr` and `weight_decay`, updates the leaves that these classes cannot update: empty leaves
     and, for Muon, leaves that are not matrices. A class from outside of torch must update every number separately, and
-    keep everything that changes as tensors in the states of parameters.
+    keep everything that changes as tensors in its `state[parameter]`.
 
     Args:
         cls: the class.
@@ -194,7 +194,7 @@ class _Call(NamedTuple):
         rate = self.group.lr if isinstance(self.group.lr, float) else rate_of(self.group.lr, step)
         if old and self.adam is not None:
             counts, *moments = ([state[e] for state in old] for e in self.adam.entries)
-            # Add the tensor `one`: for a Python number, torch would make a new tensor for every count.
+            # Increase the counts of steps by a tensor: from a Python number, torch would make a tensor for every count.
             one = counts[0].new_ones(()) if finite is None else finite.to(counts[0].dtype)
             torch._foreach_add_(counts, one, alpha=1)  # pyright: ignore[reportPrivateImportUsage]
             moments += [[]] * (3 - len(moments))
@@ -234,7 +234,7 @@ class _Call(NamedTuple):
 
 class _Prepared(NamedTuple):
     calls: list[_Call]
-    specs: dict[tuple[str, str], TensorSpec]  # of the tensors in the optimizer's state, by `(leaf, entry)`
+    specs: dict[tuple[str, str], TensorSpec]  # of the state's tensors, by `(leaf, entry)`: `("b", "exp_avg")`
     # These lists repeat names, shapes and dtypes in the order of the leaves, so that the checks of an update are fast.
     leaf_specs: list[Any]
     entries: list[tuple[str, ...]]
@@ -272,7 +272,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def chosen(condition: Tensor, tree: Any, other: Any) -> Any:
-    """Return `tree` or, if `condition` is False, `other`. Tensors on other devices always come from `tree`."""
+    """Return `tree`. If `condition` is False, replace tensors on the same device as `condition` by those of `other`."""
     flat, before = flatten_tree(tree), flatten_tree(other)
     on_device = [k for k, x in flat.items() if x.device.type == condition.device.type]
     return unflatten_tree(flat | {k: torch.where(condition, flat[k], before[k]) for k in on_device}, tree)

@@ -56,14 +56,14 @@ class StepOptions:
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
             `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide the
             number of rows. `torch.export` must be able to trace the loss function and the p-net.
-        stages: names of the blocks with which the second and later stages begin. By default, stages have similar costs.
+        stages: name of the first block of each pipeline stage after the first. By default, stages have similar costs.
         rounding: the dtype for `gb.save`, or quantization steps. The loss is computed from the rounded genome, and
             gradients pass straight through the rounding. Quantization steps from `allocate_steps(..., batch_size=...)`
             add a penalty on the genome's bits. `"auto"` chooses quantization steps for a file of at most `genome_bytes`
             five times, after 60 to 85 % of `total_steps`. At the end, pass `train_step.stored(state)` to `gb.save`.
         genome_bytes: maximum size of the whole file in bytes, for `rounding="auto"`.
         total_steps: number of training steps, for `rounding="auto"`.
-        metadata: the metadata that `gb.save` will store, for `rounding="auto"`.
+        metadata: the metadata that `gb.save` will store, which counts towards `genome_bytes`.
         local_steps: number of training steps on a rank between averages of the genomes (`gbfunc.train.local`). Each
             rank has the whole genome, runs the whole p-net, and reports the loss of its own rows.
         outer: with `local_steps`, the optimizer whose gradient is the ranks' mean update; by default

@@ -1,4 +1,4 @@
-"""Checks an optimizer's options for every role of leaves, and turns torch's schedulers into tables of rates."""
+"""Checks an optimizer's options for each role of leaves (`ROLES`), and turns torch schedulers into tables of rates."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 LearningRate: TypeAlias = float | Callable[[int], float]  # a number, or a function of the training step: 0, 1, ...
-ROLES: tuple[str, ...] = ("code", "linear", "direct")
+ROLES: tuple[str, ...] = ("code", "linear", "direct")  # code weights, linear coefficients, direct parameters
 # Dtypes with fused kernels of Adam and AdamW. Tests compare the kernels with the unfused classes, on CPU and CUDA.
 FUSED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ParamGroup:
-    """An optimizer class with options for some leaves. With `by_tile`, each tile of a leaf is updated separately."""
+    """An optimizer class with options for some leaves. With `by_tile`, each tile's part of a leaf is its own matrix."""
 
     cls: Callable[..., torch.optim.Optimizer]
     lr: LearningRate

@@ -106,7 +106,7 @@ class TrainStep:
         p-net. All ranks of a mesh must call this method. If the mesh splits the genome, each rank gets its own part.
 
         Args:
-            seed: seed of the g-nets, of dropout and of noise: 0 <= seed < 2**63.
+            seed: seed of the g-nets' initial parameters, of dropout and of noise: 0 <= seed < 2**63.
             genome: the genome from which the training starts, such as one from `gb.load`; by default, a random one.
             device: device of the state; by default the p-net's device or, on a mesh of several GPUs, the rank's GPU.
         """

@@ -86,7 +86,7 @@ def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradie
 
 
 def mean_of(ends: list[tuple[Tensor, Any, float]]) -> tuple[Tensor, Any]:
-    """Average loss and aux over microbatches, weighted by numbers of rows. Empty microbatches are skipped."""
+    """Average `[(loss, aux, number of rows), ...]` of microbatches, weighted by the rows; skip empty microbatches."""
     kept = [end for end in ends if end[2]] or ends[:1]
     total = sum(rows for *_, rows in kept) or 1
     fractions = [rows / total for *_, rows in kept]

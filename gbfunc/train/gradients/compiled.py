@@ -125,7 +125,7 @@ def _compiled(method: Any, *, fullgraph: bool = False, cpp_wrapper: bool = False
 
 
 def _with_new_code(method: Any) -> Callable[..., Any]:
-    """Copy a method with its code object: the compiler confuses the graphs of p-nets that share a code object."""
+    """Copy a method and its code object. The compiler would confuse the graphs of p-nets that share a code object."""
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_CODES)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)

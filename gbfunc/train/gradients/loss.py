@@ -175,7 +175,7 @@ class GenomeLoss:
         return loss_and_aux(out)
 
     def rows(self, rows: float) -> float:
-        # The loss is multiplied by this number. The loss of an empty share is discarded: 1 saves the multiplication.
+        # The mean loss is multiplied by this number. An empty share's loss is discarded: 1 saves the multiplication.
         return rows or 1
 
     def gradients(self, loss: Tensor, wanted: list[Tensor]) -> Gradients:

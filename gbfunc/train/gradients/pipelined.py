@@ -54,7 +54,7 @@ class Pipelined(Strategy):
         return self._result(inputs, wanted, self._prepared(split[0][0], wanted[0].device, self._amp), split, False)
 
     def proof(self, make_full_loss: Callable[[], GenomeLoss]) -> Proof:
-        """Make the `Proof` that compares a microbatch's gradient over pipeline ranks with a whole p-net's gradient."""
+        """Make the `Proof` that compares a microbatch's gradient over pipeline ranks with the gradient on one rank."""
 
         def local_gradients(inputs: StepInputs, wanted: list[Tensor]) -> Gradients:
             loss = self._prepared(inputs.batch, wanted[0].device, None).without_amp()
