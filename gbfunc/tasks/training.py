@@ -106,7 +106,7 @@ def genome_trainer(
     options = {"amp": recipe.amp} | options
     options |= dict(donate=True, clip_norm=recipe.clip_norm, on_nonfinite="raise", mesh=mesh, placement=placement)
     if (mesh is None or mesh.world == 1) and any(p.is_cuda for p in pnet.parameters()):
-        # A CUDA graph cannot raise an error for an infinite loss, so `fit` checks the mean loss at each validation.
+        # A CUDA graph cannot raise an error for a non-finite loss, so `fit` checks the mean loss at each validation.
         options |= {"cuda_graph": "auto", "on_nonfinite": "skip"}
     train_step = gb.make_train_step(plan, pnet, task.loss, optimizer, rounding=rounding, **options)
 

@@ -58,7 +58,7 @@ class PlanOptions(NamedTuple):
     exclude: tuple[str, ...] = ()  # regular expressions: parameters to keep direct
     max_tile: MaxTile = None  # largest number of rows and columns of a tile
     base: Literal["own"] | None = None  # "own" if the genome is an adapter of the pretrained p-net
-    target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None means all
+    target_modules: str | tuple[str, ...] | None = None  # modules that an adapter changes; None: see `make_plan`
     modules_to_save: tuple[str, ...] = ()  # modules that are not part of the base, such as a new head
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
