@@ -101,7 +101,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
         if found is not None:
-            # The mean square of the gradient, rescaled as if all numbers of the part had the same step.
+            # Rescale squares of gradients to the step of the part: the steps of numbers are divided by sqrt(2)^shift.
             even = (part.of(found).double() * torch.exp2(-shifts.double()))[mask.expand(part.shape)]
             mean = float(even.mean()) if even.numel() else 0.0
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))

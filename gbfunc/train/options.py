@@ -158,7 +158,7 @@ class StepOptions:
         if not layout.sharded:
             return
         if self.remat == "layer" and self.microbatches > 1:
-            # A rank with fewer rows may have fewer microbatches, and other ranks would wait forever for its gathers.
+            # A rank with fewer rows may have fewer microbatches, and the other ranks would wait forever in gathers.
             raise ValueError("remat='layer' on a split genome gathers for each use: it needs microbatches=1")
         if self.rounding is not None:
             raise ValueError("rounding= needs the whole genome on each rank: take placement='replicated'")

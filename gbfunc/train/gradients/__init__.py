@@ -1,1 +1,1 @@
-"""Methods to compute a genome's loss and gradient, a file each. `loss` has base classes, `proof` tests split p-nets."""
+"""Algorithms for a genome's loss and gradient, one per file. `loss` has base classes; `proof` checks split p-nets."""

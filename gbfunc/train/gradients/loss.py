@@ -54,7 +54,7 @@ class StepInputs(NamedTuple):
     buffers: Params  # clones, which the forward updates in place
     batch: Any  # this rank's share of the batch
     rows: int  # number of rows in the share
-    counts: bool  # False for an empty share: rows of zeros replace the share, and their gradients are discarded
+    counts: bool  # False for an empty share: rows of zeros replace the share, and the gradients are discarded
 
     def copied(self) -> StepInputs:
         """Copy the buffers and the batch, because a forward may change them in place."""
@@ -175,7 +175,7 @@ class GenomeLoss:
         return loss_and_aux(out)
 
     def rows(self, rows: float) -> float:
-        # The mean loss is multiplied by this number. An empty share's loss is discarded: 1 saves the multiplication.
+        # The mean loss is multiplied by this number. An empty share's loss is discarded, so 1 saves a multiplication.
         return rows or 1
 
     def gradients(self, loss: Tensor, wanted: list[Tensor]) -> Gradients:
@@ -192,7 +192,7 @@ class GenomeLoss:
 
 
 class Strategy:
-    """Base class of methods to compute a genome's gradient. Most subclasses have a file of their own in this folder."""
+    """Base class of algorithms that compute a genome's gradient. Most algorithms have their own file in this folder."""
 
     loss: GenomeLoss | None = None  # None until the first call builds the loss
     least_rows: int = 2  # number of rows of zeros that replace an empty share; some layers need two rows
