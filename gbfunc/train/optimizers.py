@@ -43,8 +43,8 @@ class Optimizer(NamedTuple):
             of the states of parameters. Raises TypeError for a class whose state does not consist of tensors.
         update: `(grads, state, params, roles, *, donate=False, finite=None, rate=learning_rate) -> (params, state)`.
             With `donate`, inputs may be updated in place and returned. Results have no autograd graph. `rate` maps
-            `(lr, step)` to the learning rate. If the tensor `finite`, which the CPU never reads, is False, only
-            `state.step` changes; pass `finite` from the second update on. Raises TypeError if `state` is not an
+            `(lr, step)` to the learning rate. If the tensor `finite`, which the CPU never reads, is False, only counts
+            of updates change; pass `finite` from the second update on. Raises TypeError if `state` is not an
             `OptState`, and ValueError if state, leaves and roles do not fit, or if the learning rate is negative.
         settings: the class, the learning rate and the options, which must be equal on all ranks.
     """
