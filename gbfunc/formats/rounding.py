@@ -62,7 +62,7 @@ def is_stat(name: str) -> bool:
 
 
 def narrow_stats(leaves: TensorMap) -> bool:
-    """Returns True if running statistics fit 16 bits: variances are finite, means exact to 1/64 standard deviation."""
+    """Returns True if 16 bits suffice for finite variances, and for means with an error of 1/64 standard deviation."""
     for name, x in leaves.items():
         if not is_stat(name):
             continue

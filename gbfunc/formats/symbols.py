@@ -84,7 +84,7 @@ def entry(symbol: int, limits: list[int]) -> Entry:
 
 
 def join(entries: list[Entry]) -> bytes:
-    """Encodes symbols. An entry has three frequencies: the sum for smaller values, the symbol's, the sum of all."""
+    """Encodes symbols. An entry is (sum of frequencies of smaller values, frequency of the symbol, sum of all)."""
     pieces = []
     for start in range(0, len(entries), PIECE):
         x = 1
