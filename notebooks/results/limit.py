@@ -54,17 +54,17 @@ def norms(pattern: str, hypernet: Any) -> Settings:
     return {"target_modules": [], "rules": [(pattern, hypernet)]}
 
 
-COORDINATES = {"encodings": {"v_proj": (gb.grid(192), gb.grid(576))}}
+# One number as the code of a row, and one as the code of a column.
+CODES = {f"model.layers.{i}.self_attn.v_proj.weight": (gb.grid(192), gb.grid(576)) for i in range(12, 17)}
 # By name: type of g-net and the tensors with a delta.
 SIZES: dict[str, tuple[Any, Settings]] = {
-    "12, values": (gb.periodic(1, share="layers"), values(12, 17) | COORDINATES),
+    "12, values": (gb.periodic(1, share="layers"), values(12, 17) | {"encodings": CODES}),
     "12, norm": (gb.periodic(1), norms(r"model\.norm", gb.periodic(1))),
     "50, values": (gb.periodic(1, share="layers"), values(9, 25)),
     "50, norms": (gb.periodic(1), norms(some(range(10, 30), "input_layernorm"), gb.periodic(1, share="layers"))),
     "234, values": (gb.periodic(3, share="layers"), values(0)),
     "138, values": (gb.bilinear(1, share="layers"), values(0)),
     "960, values": (gb.low_rank(1, share="layers"), values(14, 16)),
-    "1134, values": (gb.bilinear(3, share="layers"), values(0)),
     "4800, values": (gb.low_rank(1, share="layers"), values(8)),
 }
 
@@ -234,17 +234,18 @@ def main() -> None:
     warnings.simplefilter("ignore")
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "rows.jsonl"
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    if args.table:
-        print(table(rows))
-        return
+
+    def kept() -> list[Settings]:
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
     def keep(row: Settings) -> None:
-        rows.append(row)
         with log.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
 
+    if args.table:
+        print(table(kept()))
+        return
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -256,19 +257,19 @@ def main() -> None:
     base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype).eval()
     # For rows of 14 tokens, a step with torch's fused attention takes 1.4 times as long.
     base.set_attn_implementation("eager")
-    if not any(row["way"] == "none" for row in rows):
+    if not any(row["way"] == "none" for row in kept()):
         row = measured(base, "val", parts["val"], args) | measured(base, "test", parts["test"], args)
         keep({"way": "none", "size": "base", **row})
     for way in args.ways:
         for size in args.sizes:
             for seed in range(args.seeds):
                 for lr in args.rates:
-                    done = [r for r in rows if (r["way"], r["size"]) == (way, size) and r["steps"] == args.steps]
+                    done = [r for r in kept() if (r["way"], r["size"]) == (way, size) and r["steps"] == args.steps]
                     first = [r for r in done if r["seed"] == 0]
                     other = seed and lr != max(first, key=lambda r: r["val"])["lr"]
                     if not other and not any((r["lr"], r["seed"]) == (lr, seed) for r in done):
                         keep(run(base, parts, way, size, lr, seed, args))
-    print(table(rows))
+    print(table(kept()))
 
 
 def table(rows: list[Settings]) -> str:
