@@ -57,7 +57,7 @@ CANDIDATES: dict[str, list[Settings]] = {
     ],
     "genome 3": [{"lr": 1e-2, "head_lr": 1e-3}],
     "genome 12": [{"lr": lr, "head_lr": 1e-3} for lr in (3e-3, 1e-2, 3e-2)],
-    "genome 40": [{"lr": 3e-3, "head_lr": 1e-3}],
+    "genome 40": [{"lr": lr, "head_lr": 1e-3} for lr in (3e-3, 1e-2, 3e-2)],
 }
 """Settings of each method, of which the best on validation pictures is chosen."""
 
