@@ -59,10 +59,10 @@ def thin_rows(
 ) -> float:
     """Return the number of batch rows (positions of a convolution) below which factors cost less than dense weights.
 
-    The costs of factors and of dense weights grow linearly with the rows. Per row, factors save three GEMMs of the
-    weight's size: one in forward, two in backward. With a `frozen_base`, factors save only the GEMM of the weight's
-    gradient. For a `conv`, an operation takes a quarter more time with factors than with the dense weight, and channels
-    are computed 16 at once (measured: 3 x 3 kernels, 16 to 192 channels, in float32 and bfloat16).
+    Forming a dense weight has a fixed cost. Then each row costs three GEMMs of the weight's size: one in forward, two
+    in backward. Factors of rank `k` cost thin products per row and, with a `frozen_base`, two of the three GEMMs.
+    Returns inf if factors always cost less. For a `conv`, an operation takes a quarter more time with factors, and
+    filters are padded to a multiple of 16 (measured: 3 x 3 kernels, 16 to 192 channels, in float32 and bfloat16).
 
     >>> thin_rows(4096, 4096, 64, (1, 1)), round(thin_rows(128, 128, 64, (1, 1)))
     (inf, 266)

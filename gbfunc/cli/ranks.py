@@ -102,7 +102,7 @@ def styles_of(path: str, pnet: nn.Module) -> Mapping[str, Any]:
 
 
 def pipeline_microbatches(batch_size: int, shards: int, ranks: int) -> int:
-    """Choose a number of microbatches from `ranks` to 4 `ranks` that divides a shard's rows, if possible k `ranks`."""
+    """Choose from `ranks` to 4 `ranks` microbatches: a divisor of a shard's rows, if possible a multiple of `ranks`."""
     rows, rest = divmod(batch_size, shards)
     # With 4 microbatches per rank, ranks hardly wait for each other (GPipe: Huang et al., 2019, section 2.3).
     fitting = [n for n in range(ranks, 4 * ranks + 1) if rows % n == 0]

@@ -54,7 +54,7 @@ _CODES = dict(zip(DTYPES, ("I64", "F64", "C64", "F32", "I32", "BF16", "F16", "I1
 
 
 def stored_leaves(leaves: TensorMap, dtype: str | None, narrow: bool = True) -> Params:
-    """Converts leaves to the dtypes that they have in a file of `dtype`, and omits leaves that are stored as codes."""
+    """Converts leaves to the dtypes that `stored_dtype` returns for `dtype` and `narrow`; omits leaves with None."""
     check_most("the genome", len(leaves), "leaves", "mostLeaves")
     dtypes = {name: stored_dtype(name, x, dtype, narrow) for name, x in leaves.items()}
     return {name: x.to(dtypes[name]) for name, x in leaves.items() if dtypes[name] is not None}

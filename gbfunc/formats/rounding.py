@@ -47,7 +47,7 @@ def stored_name(dtype: StoredDtype, what: str = "dtype") -> str:
 
 
 def stored_dtype(name: str, leaf: Tensor, dtype: str | None, narrow: bool = True) -> torch.dtype | None:
-    """Returns the dtype of a leaf or buffer in files, None for codes. `narrow` permits 16-bit running statistics."""
+    """Returns a leaf's dtype in files of `dtype`, None for codes. `narrow` permits running statistics of 16 bits."""
     buffer = name.startswith(BUFFERS)
     if dtype is None or not leaf.is_floating_point() or (buffer and not (narrow and dtype in BITS and is_stat(name))):
         return leaf.dtype

@@ -257,7 +257,7 @@ class Past(NamedTuple):
         return found._replace(integers=integers), self.add(part, integers, found.steps)
 
     def add(self, part: Part, integers: Tensor, steps: Tensor) -> Tensor:
-        """Records the integers of a part and returns the numbers that the integers represent."""
+        """Records a part's integers. Returns their numbers: `integers * steps` (quantization steps), or statistics."""
         self.gains[part.leaf, part.first] = integers
         if not part.statistic:
             return integers * steps

@@ -24,9 +24,9 @@ Symbols = NDArray[np.integer[Any]]
 Entry = tuple[int, int, int]
 
 PIECE = 2048
-MAX_SYMBOLS = 1 << 18  # Maximum number of symbols in a stream of runs; a symbol takes half a microsecond to read
-_BLOCK = 24  # Symbols that are read together, because operations on the large integer are slow
-_MOST_BYTES = 4  # Maximum number of bytes per symbol: no symbol is rarer than 1 in 2^21
+MAX_SYMBOLS = 1 << 18  # Maximum number of symbols in all runs of a file; a symbol takes half a microsecond to read
+_BLOCK = 24  # Symbols that are read together, because operations on the large integer x that encodes them are slow
+_MOST_BYTES = 4  # Maximum number of bytes per symbol: no symbol is rarer than 1 in 2^29 (see `geometric`)
 _ENDS = "expected codes that end with the data, got others: copy the file again"
 
 # 2^12 * 2^(-i / 16) for i from 0 to 15, as integers: floating-point results could differ between machines

@@ -83,7 +83,7 @@ def make_generator(
 
 @dataclass
 class _Chooser:
-    """Chooses the form in which layers get each tensor, and makes the `Stack` that generates each ensemble."""
+    """Chooses whether layers get a dense weight or a `WeightForm`, and makes the `Stack` that generates an ensemble."""
 
     plan: Plan
     kernel: Kernel
@@ -93,7 +93,7 @@ class _Chooser:
     remat: bool
     pieces: Mapping[str, Piece]
     of_base: Mapping[str, Callable[[torch.device], Tensor]]
-    # Per recomputed weight and matrix: the `Stack` with the matrix, and its index there. `make_generator` fills this.
+    # {weight that backward generates again: a (`Stack`, index in the `Stack`) per matrix}. `make_generator` fills it.
     recomputed: dict[str, list[tuple[Stack, int]]] = field(default_factory=dict)
 
     def target(self, tensor: TensorPlan) -> Target:
@@ -124,7 +124,7 @@ class _Chooser:
 
         # With several ranks, the last input is a flag, which is 0 if this rank's gradients are discarded.
         n = len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + int(self.layout is not None)
-        # The layer stores the inputs as attributes. Number the inputs, because names of leaves may contain dots.
+        # The layer stores the form's inputs as attributes: use numbers as names, because names of leaves may have dots.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
 

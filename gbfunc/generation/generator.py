@@ -4,7 +4,7 @@
     slots --form.of--> the layer's input: a weight, factors or leaves             one form (`layers.forms`) per tensor
 
 A slot is one generated matrix. A span is the range of a slot's tiles in its ensemble. A form determines how a layer
-gets its weight. `make_generator` chooses the forms, and the tensors that ranks gather.
+gets its weight (`DenseWeight`, `WeightForm`). `make_generator` chooses forms, and the tensors that ranks gather.
 
 Suffixes: T tiles, S spans; r rows and c columns of a tile, R rows and C columns of a matrix; k rank of the factors.
 """
@@ -30,7 +30,7 @@ _RUN_BYTES = 2**22
 
 
 class Generated(NamedTuple):
-    """A generated slot: a matrix, or factors of its tiles. The class is a `Source`, from which forms get the slot."""
+    """A `Source` that is already generated: the matrix of a slot, or the factors of the slot's tiles."""
 
     value: Tensor | Factors
     cut: Cut
@@ -48,7 +48,7 @@ class Generated(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A slot that is generated when a form requests the matrix or the factors. The class is a `Source`."""
+    """A `Source` that generates a slot's matrix or factors when a `WeightForm` requests the matrix or factors."""
 
     evaluation: Evaluation
     cut: Cut
@@ -66,9 +66,9 @@ class Local(NamedTuple):
 class Stack:
     """Generates the matrices (slots) of an ensemble from the ensemble's leaves, with all tiles on this rank.
 
-    `slots` are the indices of the matrices to generate, `cuts` their tiles (`Cut`). `needs` is what the forms
-    of the weights need: "matrix", "factors" or "leaves". `split` turns an `Evaluation` of the g-nets into one `Source`
-    per matrix. `names` maps the ensemble's leaves to their names in a flat genome.
+    `slots` are the indices of the matrices to generate, `cuts` the tiles of each matrix (`Cut`). `needs` is what the
+    `WeightForm` of a weight needs: "matrix", "factors" or "leaves". `split` turns an `Evaluation` of the g-nets into
+    one `Source` per matrix. `names` maps the ensemble's leaves to the names that `flat_genome` gives to the leaves.
     """
 
     def __init__(self, ensemble: Ensemble, kernel: Kernel, cuts: Mapping[int, Cut], needs: Needs = "matrix") -> None:
@@ -107,7 +107,7 @@ class Stack:
         return constants
 
     def _groups(self, device: torch.device) -> Tensor:
-        """Return the index of every tile's group, [T]. An exported graph computes them, to store fewer numbers."""
+        """Return the index of every tile's group [T] (see `Slot.group`). An exported graph computes the indices."""
         groups = self.ensemble.groups
         if not is_exporting():
             return torch.from_numpy(groups).to(device, torch.int64)
@@ -117,7 +117,7 @@ class Stack:
         return offsets_T + torch.arange(len(groups), device=device)
 
     def evaluation(self, leaves: Params, noise: Params | None, dtype: torch.dtype, device: torch.device) -> Evaluation:
-        """Select constants, leaves and noise of this rank's tiles, from a flat genome and the noise of all tiles."""
+        """Select constants, leaves and noise of this rank's tiles, from a `flat_genome` and the noise of all tiles."""
         leaves = {k: leaves[name] for k, name in self.names.items()}
         if self._some:
             leaves = {k: v if k in self._shared else v[self._tiles] for k, v in leaves.items()}
@@ -188,9 +188,9 @@ class Generator:
 
     def __init__(
         self,
-        stacks: Sequence[Stack],  # Stacks with needs="leaves", which a call does not evaluate, come last
-        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: form, and matrices as (stack, slot) indices
-        forms: dict[str, WeightForm],  # Forms of weights that are not dense, by all tied names
+        stacks: Sequence[Stack],  # Last: every `Stack` with needs="leaves", whose g-nets a call does not evaluate
+        places: Sequence[tuple[Form, list[tuple[int, int]]]],  # Per tensor: form; (stack, its slot) index per matrix
+        forms: dict[str, WeightForm],  # How layers get weights that are not dense; a key for each tied name
         direct: Sequence[Target],
         unchanged: Mapping[str, Callable[[torch.device], Tensor]],  # device -> the base's parameter, if it has no delta
         order: Sequence[str],  # The names that a call returns
@@ -206,9 +206,9 @@ class Generator:
         self._like = next((name for stack in stacks for name in stack.names.values()), None)
 
     def __call__(self, leaves: Params, noise: Noise | None = None, *, counts: bool = True) -> Params:
-        """Generate all parameters by name. For a weight that is not dense, return the form's inputs instead.
+        """Generate all parameters by name; for a weight with a `WeightForm`, the form's `inputs`, such as factors.
 
-        `leaves` is a flat genome (`flat_genome`), or this rank's rows of a split genome. `noise` is for all tiles;
+        `leaves` is a dict of `flat_genome`, or this rank's rows of a split genome. `noise` is for all tiles;
         without noise, weights are mean weights. `counts=False` (a rank without data) makes this rank's gradients zero.
         """
         dtype, device = self._kind(leaves)

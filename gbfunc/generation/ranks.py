@@ -18,7 +18,7 @@ from gbfunc.types import Factors, Kernel
 
 
 class Remote(NamedTuple):
-    """A `Source` of a slot that is split over ranks. All ranks gather its tiles when a form requests the slot."""
+    """A `Source` of a slot split over ranks. All ranks gather the slot's tiles when its `WeightForm` requests them."""
 
     stack: RankStack
     number: int
@@ -45,7 +45,7 @@ class Remote(NamedTuple):
 class RankStack(Stack):
     """Generates all slots of an ensemble whose tiles are split over ranks. `cuts` selects blocks of the matrices.
 
-    With `needs="leaves"`, tiles are gathered when a form requests a slot. `sizes[i]` counts tiles of slot i by rank.
+    With `needs="leaves"`, tiles are gathered when a `WeightForm` requests a slot. `sizes[i]`: tiles of slot i per rank.
     """
 
     def __init__(

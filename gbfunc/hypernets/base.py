@@ -1,6 +1,6 @@
 """The interface of a type of g-net: an immutable description with pure functions `init` and `apply`.
 
-Suffixes: T tiles, G groups (see `Leaf`), r rows and c columns of a tile, p and q widths of their codes, H features.
+Suffixes: T tiles, G groups (tiles that share parameters), r rows, c columns, p and q widths of their codes, H features.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Leaf(NamedTuple):
     """The description of one parameter (an array) of a g-net.
 
     Attributes:
-        shape: shape for one g-net. The leaf in a genome stacks the parameter of all g-nets, [tiles or groups, *shape].
+        shape: shape for one g-net. In a genome, the leaf stacks the parameter: [tiles, *shape] or [groups, *shape].
         role: `"linear"` for leaves such as amplitudes: a tile doubles if all its linear leaves double. Otherwise
             `"code"`. Every type needs a linear leaf per tile, which `init_genome` scales, or sets to 0 for a delta.
-        scope: `"tile"` if each tile has its own values, `"group"` if tiles of a group (see `Slot`) share the values.
+        scope: `"tile"` if each tile has its own values, `"group"` if all tiles of a group have the same values.
         std: standard deviation of the normal distribution of the initial values.
         mean: mean of the normal distribution of the initial values.
         gain: name of a leaf [features], such as the amplitudes, that multiplies the features computed from this leaf.
@@ -81,11 +81,11 @@ class Hypernet:
 
     @property
     def shares(self) -> bool:
-        """True if the tiles of a group share some parameters: leaves with `scope="group"`."""
+        """True if tiles share some parameters: leaves with `scope="group"`, whose values are equal within a group."""
         return False
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Name the group of a matrix (number `part` of tensor `name`). Matrices of one group share some parameters."""
+        """Name the group of matrix number `part` of a tensor. Matrices with the same name share some parameters."""
         return ""
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
@@ -93,7 +93,7 @@ class Hypernet:
         raise NotImplementedError(f"{type(self).__name__} must define leaves(self, dims)")
 
     def init(self, dims: TileDims, n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-        """Draw the initial leaves of an ensemble: `{name: [tiles or groups, *shape]}`, float32 on the CPU."""
+        """Draw initial leaves in float32 on the CPU: [tiles, *shape], or [groups, *shape] if tiles share the leaf."""
         return draw(self.leaves(dims), n_tiles, n_groups, generator)
 
     def apply(
@@ -146,7 +146,7 @@ class Hypernet:
 
 
 def ensemble_params(hypernet: Hypernet, dims: TileDims, n_tiles: int, n_groups: int) -> int:
-    """Count the parameters of g-nets for `n_tiles` tiles in `n_groups` groups (see `Leaf.scope`)."""
+    """Count the parameters of the g-nets of `n_tiles` tiles, which share parameters in `n_groups` groups of tiles."""
     leaves = hypernet.leaves(dims).values()
     return sum((n_tiles if leaf.scope == "tile" else n_groups) * math.prod(leaf.shape) for leaf in leaves)
 
@@ -162,7 +162,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def draw(leaves: Mapping[str, Leaf], n_tiles: int, n_groups: int, generator: torch.Generator) -> Params:
-    """Draw the leaves of all g-nets with one random generator: `{name: [tiles or groups, *shape]}`."""
+    """Draw the leaves of all g-nets with one random generator: [tiles, *shape], or [groups, *shape] if shared."""
     # Draw numbers even for a leaf with std 0. Otherwise, setting a std to 0 would change all leaves drawn later.
     counts = {"tile": n_tiles, "group": n_groups}
     return {k: normal((counts[x.scope], *x.shape), generator) * x.std + x.mean for k, x in leaves.items()}
@@ -226,6 +226,6 @@ class Sharing(Sized):
         return self.share != "none"
 
     def group(self, name: str, part: int, shape: tuple[int, int]) -> str:
-        """Name the group: `"8x8"` for `share="shapes"`; for "layers", `"block.*.fc:0:8x8"` (name, `part` and shape)."""
+        """Name a matrix's group: `"8x8"` for `share="shapes"`; for "layers", name, `part` and shape: `"fc.*:0:8x8"`."""
         size, kind = f"{shape[0]}x{shape[1]}", re.sub("[0-9]+", "*", name)
         return {"none": "", "layers": f"{kind}:{part}:{size}", "shapes": size}[self.share]

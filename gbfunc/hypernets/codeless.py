@@ -103,7 +103,7 @@ class XOX(_Factored):
     default_size: ClassVar[int] = 8
 
     def leaves(self, dims: TileDims) -> dict[str, Leaf]:
-        """Return `X_out` [rows, genes], `X_in` [columns, genes], the rules [genes, genes], and the scale."""
+        """Describe the leaves: `X_out` [rows, genes], `X_in` [columns, genes], `O` [genes, genes], and the scale."""
         g = self.known_size
         genes = {"row_genes": Leaf((dims.rows, g), "code"), "col_genes": Leaf((dims.cols, g), "code")}
         return genes | {"rules": Leaf((g, g), "linear", std=1 / g), "scale": Leaf((), "code", std=0.0, mean=1.0)}

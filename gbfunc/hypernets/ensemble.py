@@ -26,7 +26,7 @@ def is_exporting() -> bool:
 
 
 class Constants(NamedTuple):
-    """The untrained inputs of several g-nets: their type, and the codes, scales and groups of their tiles."""
+    """The untrained inputs of several g-nets: the type, codes, scales, and groups (tiles that share parameters)."""
 
     hypernet: Hypernet
     dims: TileDims
@@ -34,7 +34,7 @@ class Constants(NamedTuple):
     row: Tensor  # codes of the rows [U, r, p]; U is 1 if all tiles have the same codes
     col: Tensor  # codes of the columns [U, c, q]
     scale: Tensor | None = None  # scale of every tile [T]
-    groups: Tensor | None = None  # index of every tile's group [T]; None if tiles share no parameters
+    groups: Tensor | None = None  # index of every tile's group (tiles that share parameters), [T]; None without groups
     empty: Mapping[str, tuple[int, ...]] = {}  # shapes of leaves without numbers, which a genome omits
     periods: tuple[int, int] = (0, 0)  # periods of row and column codes (`period_of`) for sines; 0 if unknown
 
@@ -146,7 +146,7 @@ def periodic_factors(evaluations: Sequence[Evaluation]) -> list[Factors]:
     leaves = [one.all_leaves() for one in evaluations]
     sides: list[Side] = []
     for (c, *_), own in zip(evaluations, leaves, strict=True):
-        # `all_leaves` adds empty code weights (for codes of width 0) for every tile, even with groups: pass no groups.
+        # `all_leaves` adds empty code weights (for codes of width 0) for every tile, even if tiles share code weights.
         of_row, of_col = (c.groups if codes.shape[-1] else None for codes in (c.row, c.col))
         phase, sine, cosine = own.get("phase"), own.get("amplitude", own.get("sine")), own.get("cosine")
         scale, first = None if sine is None else c.scale, cast(Waves, c.hypernet).cosine_first

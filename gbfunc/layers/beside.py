@@ -1,7 +1,7 @@
 """Adds deltas to linear layers that hide their weight, such as quantised layers: `y = layer(x) + x delta^T`.
 
-Such a layer has the integers `in_features` and `out_features`, and a custom forward. A plan names the delta [out, in]
-of layer NAME `NAME.delta`; the p-net has no tensor of this name. The delta is applied as factors (`FactoredWeight`).
+Such a layer has the integers `in_features` and `out_features`, and a custom forward. In a plan, the delta of the layer
+NAME is called `NAME.delta` [out, in], but the p-net has no such tensor. Factors apply the delta (`FactoredWeight`).
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Weight:
     def __init__(self, form: WeightForm, inputs: Params) -> None:
         self.form, self.inputs = form, inputs
         self.formed: Tensor | None = None  # the dense tensor, after the first read
-        self.applied = False  # whether the layer has used the inputs instead of the dense tensor
+        self.applied = False  # whether the layer has applied the weight's factors, without the dense tensor
 
     def dense(self) -> Tensor:
         """Return the dense weight: the same tensor throughout a call of the p-net."""

@@ -73,7 +73,7 @@ def transposed(layer: nn.Module) -> bool:
 
 
 def formable(layer: nn.Module, attribute: str) -> bool:
-    """Return whether a weight of a layer can have a form that is not dense, such as factors."""
+    """Return whether a weight of a layer can have a `WeightForm`, such as factors, or is always a dense tensor."""
     form = layer_form(layer)
     there = attribute in (DELTA, *vars(layer).get("_names", ())) or getattr(layer, attribute, None) is not None
     return form is not None and attribute in form.weights and there
@@ -92,10 +92,10 @@ def _generated(attribute: str) -> property:
 
 
 @lru_cache(maxsize=256)
-def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> type[nn.Module]:
+def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], has_form: bool) -> type[nn.Module]:
     """Make a subclass of a layer's class, with the same name, whose `attributes` return generated weights.
 
-    If `formed` (a weight is not dense), the forward of the layer's `LayerForm` replaces the layer's own forward.
+    With `has_form` (a weight has a `WeightForm`), the forward of the class's `LayerForm` replaces the class's forward.
     """
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -104,20 +104,20 @@ def generated_class(stock: type[nn.Module], attributes: tuple[str, ...], formed:
         if isinstance(attributes_of, dict) and "_flat_weights" in attributes_of:
             # Drop the list of weights: a recurrent layer looks up its weights again at the next call.
             attributes_of = attributes_of | {"_flat_weights": [None] * len(attributes_of["_flat_weights"])}
-        return blank_layer, (stock, attributes, formed), attributes_of, *more
+        return blank_layer, (stock, attributes, has_form), attributes_of, *more
 
     own: dict[str, Any] = {a: _generated(a) for a in attributes}
     own |= {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__reduce_ex__": __reduce_ex__}
-    own |= {"_stock": getattr(stock, "_stock", stock), "_made_of": (stock, attributes, formed)}
-    if formed:
+    own |= {"_stock": getattr(stock, "_stock", stock), "_made_of": (stock, attributes, has_form)}
+    if has_form:
         own["forward"] = FORMS.get(_stock_forward(stock), BESIDE).forward
     kind: Any = type(stock)
     return kind(stock.__name__, (stock,), own)
 
 
-def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], formed: bool) -> nn.Module:
+def blank_layer(stock: type[nn.Module], attributes: tuple[str, ...], has_form: bool) -> nn.Module:
     """Make an empty layer with generated weights. Unpickling then sets the layer's attributes."""
-    cls = generated_class(stock, attributes, formed)
+    cls = generated_class(stock, attributes, has_form)
     return cls.__new__(cls)
 
 
@@ -126,13 +126,13 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
 
     Args:
         net: the copy of the p-net.
-        forms: the form of each parameter or buffer by name, including tied names; None for a dense tensor.
+        forms: the `WeightForm` of each parameter or buffer by name, including tied names; None for a dense tensor.
         outside: generates a weight that code reads outside of a call. With `outside`, the layers' own tensors are
-            deleted. Otherwise the tensors stay, and during a call `parameters()` returns dense weights instead.
+            deleted. Otherwise the tensors stay, but during a call `parameters()` returns the generated weights.
     """
     layers: dict[nn.Module, dict[str, WeightForm | None]] = {}
     names: dict[nn.Module, dict[str, str]] = {}
-    formed: set[nn.Module] = set()
+    with_form: set[nn.Module] = set()
     for name, form in forms.items():
         prefix, _, attribute = name.rpartition(".")
         layer = net.get_submodule(prefix)
@@ -140,12 +140,12 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
             raise ValueError(f"{name!r} of a {type(layer).__name__} cannot have another form than dense: use None")
         layers.setdefault(layer, {})[attribute] = form
         names.setdefault(layer, {})[attribute] = name
-        formed |= set() if form is None else {layer}
+        with_form |= set() if form is None else {layer}
     for layer, attributes in layers.items():
         for attribute in attributes if outside is not None else ():
             with suppress(AttributeError):
                 delattr(layer, attribute)
-        layer.__class__ = generated_class(type(layer), tuple(attributes), layer in formed)
+        layer.__class__ = generated_class(type(layer), tuple(attributes), layer in with_form)
         vars(layer).update(_outside=outside, _forms=attributes, _names=names.get(layer, {}))
         vars(layer).update(dict.fromkeys(map(generated_attribute, attributes)))
         if outside is None:
@@ -153,7 +153,7 @@ def install(net: nn.Module, forms: Mapping[str, WeightForm | None], outside: Out
 
 
 def install_served(net: nn.Module, forms: Mapping[str, WeightForm], inputs: Mapping[str, Tensor]) -> None:
-    """Prepare a module for inference: store the inputs of forms as parameters of layers, such as `weight_left`."""
+    """Prepare a module for inference: store the tensors of each `WeightForm` as parameters, such as `weight_left`."""
     install(net, forms, _of_own_inputs)
     parameters = {key: nn.Parameter(inputs[key].contiguous()) for form in forms.values() for key in form.keys}
     for name, form in forms.items():

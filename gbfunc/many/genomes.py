@@ -97,7 +97,7 @@ class _Frame(NamedTuple):
         return keys.difference(*(form.frozen for form in forms.values()))
 
     def grow(self, kind: int, generator: Generator, genome: Params) -> Params:
-        """Generate the tensors in which genomes may differ, also buffers, from a flat genome of plan number `kind`."""
+        """Generate the tensors in which genomes may differ. Take buffers from the dict `genome`, or from the base."""
         plan, base, grown = self.plans[kind], self.bases[kind], Params()
         like = torch.empty(0, dtype=plan.dtype, device=next(iter(genome.values())).device)
         others = {} if base is None else dict(item for part in base.on(like.device) for item in part.items())
@@ -407,7 +407,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _tolerance(tensors: Iterable[Tensor]) -> float:
-    """Return the tolerated difference between batch and single rows, relative to the largest entry: 2e-3 in float32."""
+    """Return the tolerated relative error of outputs for a batch against outputs for single rows: 2e-3 in float32."""
     floating = [x for x in tensors if differentiable(x.dtype)]
     dtypes = {x.dtype for x in floating}
     for device in {x.device.type for x in floating}:

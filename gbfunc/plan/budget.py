@@ -91,7 +91,7 @@ class Unit:
         """Return whether g-nets of this size may generate a grid of `cut` tiles. True if the user gave `max_tile`."""
         if self.spreads:
             finest = self._square(_LEAST_SIDE)
-            # One tile may have a g-net of any size, because one tile is chosen only if the budget has no room for two.
+            # Sizes above 1 need the finest tiles, or a single tile, for which the budget has no two tiles of size 1.
             return size == 1 or cut == (1, 1) or (cut[0] >= finest[0] and cut[1] >= finest[1])
         dims = self.tiling(cut)[1]
         thin = min(self.matrix.rows, self.matrix.cols) < _THIN and 2 * size <= _THIN

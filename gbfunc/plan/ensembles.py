@@ -67,7 +67,7 @@ class Ensemble:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the stacked leaves: [tiles, ...], or [groups, ...] if all g-nets of a group share the parameter."""
+        """Shapes of the stacked leaves: [tiles, ...], or [groups, ...] if the tiles of a group share the parameter."""
         counts = {"tile": self.n_tiles, "group": self.n_groups}
         return {k: (counts[leaf.scope], *leaf.shape) for k, leaf in self.leaves.items()}
 

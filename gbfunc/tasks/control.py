@@ -144,7 +144,7 @@ _ATARI_SETTINGS = Settings(env_steps=10_000_000, n_envs=8, clip=0.1, reward_sign
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The training split. `len` counts every transition of a pass `epochs` times, as often as PPO trains on it."""
+    """The training split: `per_pass` rollouts. `len` counts each transition `epochs` times, as PPO trains on it."""
 
     env: Environment
     settings: Settings

@@ -76,7 +76,7 @@ def allocate_steps(
 
 
 class AutoTrainStep(TrainStep):
-    """A `TrainStep` with `rounding="auto"`: `state.codes` holds the current quantization steps."""
+    """A `TrainStep` with `rounding="auto"`: despite its name, `state.codes` holds the current quantization steps."""
 
     _last: tuple[Tensor | None, Steps | None] = None, None
 

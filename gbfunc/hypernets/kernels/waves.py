@@ -33,7 +33,7 @@ class Side(NamedTuple):
     """The left factors (for rows) or the right factors (for columns) of many tiles, given by codes and leaves."""
 
     codes: Tensor  # codes of the matrix's rows, or of its columns, [U, n, p]
-    weight: Tensor  # code weights [T, p, H], or [G, p, H] if tiles of a group have equal code weights
+    weight: Tensor  # code weights [T, p, H], or [G, p, H] for G groups of tiles that have equal code weights
     phase: Tensor | None = None  # term of the angles A, [T, H]; None means 0
     sine: Tensor | None = None  # the coefficients s [T, H]; None means 1
     cosine: Tensor | None = None  # the coefficients t [T, H]; None means 0

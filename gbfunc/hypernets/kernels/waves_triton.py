@@ -2,7 +2,7 @@
 
 One array has the codes and leaves of all sides. A table has the address and sizes of each side in the array, and says
 which programs compute the side. In forward, a program computes some features of some rows. In backward, a program sums
-over some rows of a tile. A second launch adds the sums of all rows of a tile, and of all tiles of a group. No two
+over some rows of a tile. A second launch adds these sums per tile, or over all tiles with equal code weights. No two
 programs write to the same address, so results are reproducible. Sums have the dtype of the leaves.
 
 Suffixes: T tiles, G groups of tiles, n rows of a side, p width of its codes, H features; i rows, h features, k columns.

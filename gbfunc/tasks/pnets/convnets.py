@@ -159,7 +159,7 @@ def convnet(interface: Interface, *, width: int = 32) -> PNet:
 def _of_maps(
     name: str, factory: Callable[..., PNet], interface: Interface, make: Any, width: int, weight: str, rules: Any
 ) -> PNet:
-    """Describe a LeNet5 or a ConvNet. An input of the linear layer `weight` has the code of its channel and pixel."""
+    """Describe a LeNet5 or a ConvNet. `weight` names the parameter whose columns are coded by channel and pixel."""
     check_reads(name, interface, "images", 3, 16)
     places = _maps(interface.inputs)
     code = per_axis(binary(), grid(*places, bandwidth=2.0), math.prod(places))

@@ -101,7 +101,7 @@ class Result(NamedTuple):
 class GenomeLoss:
     """Computes the loss and aux of a genome: `generator` generates the weights, and `net` applies the p-net.
 
-    `names` and `pieces` (blocks of matrices) select what a rank generates. `adapt` changes the layers of a split p-net.
+    `names` and `pieces` (blocks of matrices) select what a rank generates. `adapt` installs layers split over ranks.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class LossAndGrads(NamedTuple):
 
 
 class Objective:
-    """Computes a genome's loss and gradient in one process. Divides the gradient by `scale`, the factor of the loss."""
+    """Computes a genome's loss and gradient in one process. The loss is multiplied, the gradient divided by `scale`."""
 
     def __init__(self, plan: Plan, strategy: Strategy, scale: float) -> None:
         self._plan, self.strategy, self.scale = plan, strategy, scale
