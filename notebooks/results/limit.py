@@ -63,7 +63,6 @@ SIZES: dict[str, tuple[Any, Settings]] = {
     "50, values": (gb.periodic(1, share="layers"), values(9, 25)),
     "50, norms": (gb.periodic(1), norms(some(range(10, 30), "input_layernorm"), gb.periodic(1, share="layers"))),
     "234, values": (gb.periodic(3, share="layers"), values(0)),
-    "138, values": (gb.bilinear(1, share="layers"), values(0)),
     "960, values": (gb.low_rank(1, share="layers"), values(14, 16)),
     "4800, values": (gb.low_rank(1, share="layers"), values(8)),
 }
