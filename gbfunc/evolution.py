@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     from evotorch import Problem, SolutionBatch
 
 STEPS: Mapping[str, float] = MappingProxyType({"code": 0.1, "linear": 0.1, "direct": 0.1})
-"""Default `steps` of `GenomeProblem` for each role of a tensor, in units of its initial standard deviation."""
+"""Default `steps` of `GenomeProblem`: {role of a tensor: step, in units of its standard deviation at the start}"""
 
 
 class GenomeProblem(Problem):

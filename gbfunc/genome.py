@@ -23,7 +23,7 @@ from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
 
 Noise = Mapping[str, Params]
-"""Standard normal noise [T, ...] for the T tiles of each stochastic ensemble, by ensemble and by name."""
+"""{name of a stochastic ensemble: {name: standard normal noise [T, ...] for the ensemble's T tiles}}"""
 
 _DRAWS = 8  # Maximum number of draws of a slot's leaves; leaves of a constant matrix are drawn again
 _NEWTON_STEPS = 8

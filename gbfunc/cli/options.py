@@ -16,7 +16,7 @@ LogName = Literal["csv", "tensorboard", "wandb"]
 PipelineName = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
 AUTO = "auto"
-"""The value of `--resume` for the newest valid checkpoint, if any."""
+"""The value of `--resume` that means the newest valid checkpoint, or none if there is none."""
 
 TASKS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 """{task: default settings of its recipe}, stored in a file so that `--help` need not import torch."""
@@ -36,7 +36,7 @@ NEEDS = {
     "out": ("log", "checkpoint_every"),
     "dtype": ("finetune",),
 }
-"""{option: options of the same command that need this option}"""
+"""{option: options of the same command that require this option to be given}"""
 
 
 class Bound(NamedTuple):

@@ -19,11 +19,11 @@ from gbfunc.types import GenomeLike
 
 SAFETENSORS = "safetensors"
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest allowed error of outputs, relative to the largest output, by their dtype."""
+"""{dtype of the outputs: largest allowed error, as a fraction of the largest output (of 1 if this is smaller)}"""
 
 
 class Exported(NamedTuple):
-    """The size of an exported file, and the largest error of the outputs. The error is None if no program was run."""
+    """Size of an exported file in bytes, and largest absolute error of the outputs, or None if no program was run."""
 
     bytes: int
     max_error: float | None

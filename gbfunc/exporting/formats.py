@@ -67,12 +67,12 @@ def _to_onnx(traced: Traced) -> bytes:
         exported = torch.onnx.export(traced.program, dynamo=True, optimize=False, verbose=False, **options)
     assert exported is not None
     model = exported.model
-    # Fold only small constants, not weights. Do not call `optimizer.optimize`: onnxscript 0.7.2 changed weights.
+    # Fold only small constants, not weights. `optimizer.optimize` of onnxscript 0.7.2 changed weights.
     optimizer.fold_constants(model, input_size_limit=16, output_size_limit=16)
     kinds = passes.DeduplicateInitializersPass, passes.CommonSubexpressionEliminationPass
     for change in (*kinds, passes.RemoveUnusedNodesPass, passes.ClearMetadataAndDocStringPass):
         change()(model)
-    # Number the intermediate values, which makes the file smaller. Inputs, outputs and weights keep their names.
+    # Shorten the names of intermediate values to numbers. Inputs, outputs and weights keep their names.
     inner = (x for node in model.graph for x in node.outputs if x not in set(model.graph.outputs))
     for number, value in enumerate(inner):
         value.name = f"v{number}"

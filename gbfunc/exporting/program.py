@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(example: Any, net: nn.Module) -> Inputs:
-        """Copy an example to the CPU: an input, a tuple, or a dict by name, which is sorted as in `forward`."""
+        """Copy an example to the CPU: an input, a tuple of inputs, or a dict, which is sorted as in `forward`."""
         args, kwargs = tuple(example) if isinstance(example, tuple | list) else (example,), {}
         if isinstance(example, Mapping):
             names = list(inspect.signature(net.forward).parameters)
@@ -69,20 +69,20 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return True for texts: integers [batch, length > 2], so that `shorter` has length > 1, which torch requires."""
+    """Return True for texts: integers [batch, length]. torch requires a length above 1 also after `shorter`."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 
 class Traced(NamedTuple):
-    """The graph of a network's call, and the outputs' names. `dynamic_shapes` is None for "auto" and "batch"."""
+    """The graph of a network's call, and the names of its outputs."""
 
     program: ExportedProgram
     outputs: list[str]
-    dynamic_shapes: Any
+    dynamic_shapes: Any  # The user's option, which can name dimensions. None if the option is "auto", "batch" or None
 
 
 def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
-    """Trace a network's call, without references to source code; ValueError if `torch.export` cannot trace it."""
+    """Trace a network's call; ValueError if `torch.export` fails. The graph does not refer to files of source code."""
     from torch.export import Dim, export
 
     if torch.__version__ < "2.6":

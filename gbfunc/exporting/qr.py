@@ -1,4 +1,4 @@
-"""QR codes with the address `PAGE#GENOME`: a page that runs networks, and the file of a genome for the page."""
+"""QR codes of addresses `PAGE#GENOME`: PAGE is a page that runs networks, GENOME the file of a genome as text."""
 
 import io
 import os
@@ -11,13 +11,13 @@ from gbfunc.files import replace_file
 from gbfunc.untrusted import read_picture
 
 _MOST = 2_953
-"""Characters in the largest code (version 40) with the lowest level of error correction (ISO/IEC 18004)."""
+"""Characters in the largest QR code (version 40) with the lowest level of error correction (ISO/IEC 18004)."""
 
 
 def write_qr(path: str | os.PathLike[str], genome: bytes, page: str) -> None:
     """Write the QR code of the address `PAGE#GENOME` to a PNG or SVG file, depending on the suffix of the path.
 
-    Raises `ImportError` if segno is missing, and `ValueError` for a wrong address or suffix, or too large a genome.
+    Raises `ImportError` if segno is missing, and `ValueError` for a wrong address or suffix, or a genome too large.
     """
     place = Path(path)
     if place.suffix.lower() not in (".png", ".svg"):

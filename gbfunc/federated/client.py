@@ -21,7 +21,7 @@ from gbfunc.trees import tree_map
 
 ARRAYS, CONFIG, METRICS, EXAMPLES = "arrays", "config", "metrics", "num-examples"  # Names that Flower's strategies use
 IDENTITY, RATE, SENT_AS, PROXIMAL, ROUND = "id", "lr", "as", "proximal-mu", "server-round"
-"""Entries of a message's config: `wire.identity`, learning rate, dtype of the reply, FedProx's weight, round."""
+"""Keys of a message's config: `Wire.identity`, learning rate, dtype of the reply, weight of FedProx's term, round."""
 
 REFUSED, _RESIDUAL = 100, "left"
 """The error code of a refused message (Flower's codes are smaller); the name of a client's stored rounding error."""
@@ -61,7 +61,7 @@ def client_app(
         evaluate: returns metrics of a network on the node's examples; None if clients do not evaluate.
         augment: random changes of the inputs of a batch (see `gbfunc.tasks.data`).
         seed: seed of the order of examples and of dropout; nodes and rounds get different random numbers.
-        mods: Flower's mods around training (`fixedclipping_mod`, `LocalDpMod(...)`); the server needs `up="float32"`.
+        mods: Flower's mods around training, such as `LocalDpMod(...)`. They require `up="float32"` at the server.
     """
     if steps < 1 or batch_size < 1:
         raise ValueError(f"steps and batch_size must be at least 1, got {steps} and {batch_size}")
@@ -88,7 +88,7 @@ def client_app(
             state, info = train_step(state, batch)
             losses.append(info.loss)
             if start is not None:
-                # Apply the gradient of FedProx's term (Li et al., 2020) to the parameters, like decoupled weight decay.
+                # FedProx's term (Li et al., 2020), applied as decoupled weight decay towards the received genome.
                 pairs = [(state.gnets, state.direct), (start.gnets, start.direct)]
                 pulled = tree_map(lambda x, y: x.lerp(y, rate[0] * proximal) if x.is_floating_point() else x, *pairs)
                 state = state._replace(gnets=pulled[0], direct=pulled[1])

@@ -116,7 +116,7 @@ class GenomeStrategy(Strategy):
         strategy: FedAvg, FedAdam, FedProx, ..., or a strategy with differential privacy.
         plan: the plan.
         genome: a genome of the plan, from which training starts.
-        lr: the clients' learning rate, or a function of the round's number, which starts at 0.
+        lr: the clients' learning rate, or a function from the number of finished rounds to the learning rate.
         down: the dtype in which the genome is sent (`wire.FORMATS`).
         up: the dtype in which clients send updates, or `topK` for the K largest numbers of an update (`Wire.pack`).
         bound: the largest norm of an update and the largest number of examples, as multiples of the round's medians;
@@ -160,7 +160,7 @@ class GenomeStrategy(Strategy):
         self.strategy.summary()
 
     def train(self, grid: Grid, rounds: int, **options: Any) -> Result:
-        """Train until `rounds` rounds are done. If the checkpoint exists, resume from it and count its rounds.
+        """Train until `rounds` rounds are done. If the checkpoint exists, resume from it; its rounds count.
 
         `grid` is Flower's grid of nodes, and `options` go to `Strategy.start`. Raises `ValueError` if the
         checkpoint was written by a different server, or if all clients refuse a message.
@@ -294,7 +294,7 @@ class GenomeStrategy(Strategy):
         tensors, state = {_VECTOR: torch.from_numpy(self._vector)}, {}
         for at, value in _attributes(self.strategy).items():
             before, packed = len(tensors), _packed(value, tensors)
-            # Store only attributes of the strategy that have changed since it was constructed.
+            # Store only attributes that training changed. To resume, the program constructs the same strategy again.
             if len(tensors) > before or packed != self._options.get(at):
                 state[at] = packed
         about = {"round": self.done, "id": self.wire.identity, "strategy": _name(self.strategy), "state": state}

@@ -100,7 +100,7 @@ def _through(message: Message) -> tuple[Message, int]:
     return message_from_proto(MessageProto.FromString(data)), len(data)
 
 
-LEAST = 10  # Every client needs this number of examples; otherwise `partition` draws again (Li et al., 2021)
+LEAST = 10  # Least number of examples of a client; with fewer, `partition` draws again (Li et al., 2021)
 
 
 def partition(labels: ArrayLike, clients: int, alpha: float = math.inf, seed: int = 0) -> list[NDArray[np.int64]]:

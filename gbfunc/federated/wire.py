@@ -26,7 +26,7 @@ from gbfunc.untrusted import parse_array
 Vector = NDArray[np.float32]
 
 NUMBERS, CODES, PLACES = "genome", "codes", "places"
-"""Names of arrays in a message: all numbers [P], or packed integers, or the K largest numbers and their positions."""
+"""Names of a message's arrays: numbers (all [P], or the K largest), packed integers, positions of the K largest."""
 
 # Pack integers as in a genome's file, but with an empty plan: server and clients already have the plan.
 _NO_PLAN = json.dumps({"version": 2, "hypernets": [], "encodings": [], "tensors": []}, separators=(",", ":"))
@@ -39,7 +39,7 @@ FORMATS = ("float32", "float16", *BITS)
 
 
 def difference(here: str, there: str) -> str | None:
-    """Describe the first difference between two values of `Wire.identity` (gbfunc version, base, plan), or None."""
+    """Describe the first difference between two values of `Wire.identity` (gbfunc, base, plan); None if equal."""
     # Compare bases before plans: if bases differ, plans differ as well, but the error should name the base.
     for name, a, b in zip(("library", "base", "plan"), here.split("/"), f"{there}//".split("/"), strict=False):
         if a != b:
@@ -49,7 +49,7 @@ def difference(here: str, there: str) -> str | None:
 
 
 def check_format(dtype: str, what: str = "dtype", *, change: bool = True) -> None:
-    """Raise `ValueError` unless a dtype is in `FORMATS`, or is `topK` for an update (`change=True`)."""
+    """Raise `ValueError` unless a dtype is in `FORMATS`, or, with `change=True` (updates), is `topK`."""
     if dtype not in FORMATS and not (change and re.fullmatch(r"top[1-9]\d*", dtype)):
         more = ", or topK for the K largest numbers" if change else ""
         raise ValueError(f"{what} must be one of {', '.join(FORMATS)}{more}, got {dtype!r}")

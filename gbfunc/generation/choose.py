@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gbfunc.parallel import Layout
 
 _NEEDS: tuple[Needs, ...] = ("leaves", "factors", "matrix")
-"""Needs of forms. The first need among an ensemble's forms serves all: leaves give factors, factors give matrices."""
+"""If forms of an ensemble differ in `needs`, the first of these serves all: leaves give factors, factors matrices."""
 
 
 def make_generator(

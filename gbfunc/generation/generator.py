@@ -26,7 +26,7 @@ from gbfunc.trees import DIRECT, GNET
 from gbfunc.types import Factors, Kernel, Params
 
 _RUN_BYTES = 2**22
-"""Minimum bytes of tiles per call. Smaller calls would take more time, and much larger calls more memory."""
+"""Least bytes of tiles to evaluate at once. Smaller parts would take more time, much larger parts more memory."""
 
 
 class Generated(NamedTuple):

@@ -43,7 +43,7 @@ FORMS: Mapping[Callable[..., Any], LayerForm] = MappingProxyType(
 """The `LayerForm` of each type of layer. The keys are the forwards of torch that the forms replace."""
 
 BESIDE = LayerForm(beside_forward, (DELTA,))
-"""The form of a layer that hides its weight in a custom forward."""
+"""The form of a layer whose custom forward hides its weight (see `gbfunc.layers.beside`)."""
 
 
 def layer_form(layer: nn.Module) -> LayerForm | None:

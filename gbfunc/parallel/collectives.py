@@ -19,7 +19,7 @@ from gbfunc.parallel.mesh import Axis, AxisName, Mesh
 from gbfunc.types import Params
 
 Sizes = tuple[int, ...]
-"""The number of rows on every rank along an axis."""
+"""The number of rows that each rank along an axis of the mesh holds."""
 
 Kind = Literal["gather", "reduce_scatter"]
 

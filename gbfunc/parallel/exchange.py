@@ -21,7 +21,7 @@ from gbfunc.trees import GNET, flatten_tree, unflatten_tree
 from gbfunc.types import Factors, Params
 
 Entries = tuple[tuple[str, bool], ...]
-"""The path of every value in `aux`, the loss function's further results, and whether the value is a number."""
+"""(path, whether the value is a number) for every value in `aux`, the loss function's second result."""
 
 
 class Gather(NamedTuple):

@@ -21,7 +21,7 @@ SCHEDULES: Mapping[str, str] = {
     "interleaved": "ScheduleInterleaved1F1B",
     "zbv": "ScheduleZBVZeroBubble",
 }
-"""{name of an order: torch's class}
+"""{order of the microbatches in a pipeline: class in `torch.distributed.pipelining`}
 
 Sources: Huang et al., 2019 (GPipe); Narayanan et al., 2019 (1F1B) and 2021 (interleaved); Qi et al., 2024 (zero-bubble
 in the shape of a V).

@@ -25,7 +25,7 @@ _WRAPPERS = {
     "GenomeModule": "a genome generates its weights already: train it, or pass the module that it was made from",
 }
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked", "_u", "_v", "weight_u", "weight_v"})
-"""Buffers that batch norms and spectral norms, including torch's older one, update in training mode."""
+"""Buffers that batch norms and spectral norms (torch's old and new ones) update in training mode."""
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights"})
 """Attributes in which modules register tensors. `_flat_weights` is a list that recurrent layers update themselves."""
 

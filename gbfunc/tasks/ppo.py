@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 PolicyValue = Callable[..., tuple[Tensor, ...]]
-"""Function from observations [B, O] to the policy's numbers [B, P] and values [B] (see `gbfunc.tasks.pnets.actors`)."""
+"""Maps observations [B, O] to a policy's parameters [B, P] and values of states [B] (`gbfunc.tasks.pnets.actors`)."""
 
 
 @dataclass(frozen=True)

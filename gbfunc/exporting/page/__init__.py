@@ -2,8 +2,8 @@
 
 The page's JavaScript reads a genome's file (`read.js`, `bytes.js`, `steps.js`), checks the plan against the format's
 schema and limits (`plan.js`), generates the weights (`grow.js`), runs the p-nets of the command line and p-nets that
-`layers_in_a_row` describes (`networks.js`), and shows the result (`figures.js`, `images.js`, `page.js`). The constants
-of the formats are defined in Python.
+`layers_in_a_row` describes (`networks.js`), and shows the result (`figures.js`, `images.js`, `page.js`). The function
+`script` copies the constants of the formats from Python into the page.
 """
 
 import base64
@@ -31,12 +31,12 @@ Layer = list[Any]
 """A layer as JSON: its name in `networks.js`, and its options."""
 
 NETWORK = ("read.js", "bytes.js", "plan.js", "steps.js", "grow.js", "networks.js")
-"""Scripts that also run without a browser."""
+"""Scripts that read a genome's file and run the network. Unlike the page's other scripts, they need no browser."""
 
 PNETS = ("mlp", "convnet", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
 TYPES = ("periodic", "bilinear", "low_rank", "xox", "constant", "gnet", "stochastic")
 DTYPES, MOST_WEIGHTS = ("float32", "float64"), 64_000_000
-"""P-nets that the page runs; types of g-net, dtypes, and the largest number of weights that the page generates."""
+"""What the page supports: names of p-nets, types of g-net, dtypes, and the largest number of weights."""
 
 
 def check(plan: Plan) -> None:
@@ -59,7 +59,7 @@ def page(
     """Return the page as HTML. The page shows `genome`, unless the page's address has another genome after "#".
 
     `alphabets` has the characters of each language model, and `networks` the descriptions (`network`) of p-nets that
-    the page's scripts do not know. The keys are those in genome files' metadata (`alphabet`, `pnet`).
+    the page's scripts do not know. The keys are the values of `alphabet` and `pnet` in genome files' metadata.
     """
     contents = {"genome": in_address(genome), "alphabets": dict(alphabets), "networks": dict(networks)}
     blocks = {"style": _source("page.css"), "embedded": json.dumps(contents).replace("<", "\\u003c")}
@@ -68,7 +68,7 @@ def page(
 
 
 def network(layers: Sequence[Layer], metadata: Mapping[str, Any]) -> JSON:
-    """Describe a p-net for a page: the result of `layers_in_a_row`, and the options in a genome file's metadata."""
+    """Return one of `page`'s `networks`: layers (see `layers_in_a_row`), and options from a genome file's metadata."""
     return {"layers": list(layers), "options": {k: metadata.get(k, {}) for k in ("task_config", "pnet_config")}}
 
 
@@ -83,7 +83,7 @@ def embedded(text: str) -> tuple[bytes, dict[str, str]]:
 
 
 def from_address(fragment: str) -> bytes:
-    """Undo `in_address`; raise `ValueError` for any other text."""
+    """Decode the text of `in_address`; raise `ValueError` for any other text."""
     return base64.b64decode(fragment + "=" * (-len(fragment) % 4), altchars=b"-_", validate=True)
 
 
@@ -170,4 +170,4 @@ _LAYERS: Mapping[type[nn.Module], Callable[[Any, str], Layer | None]] = {
     nn.GELU: lambda m, name: ["gelu" if m.approximate == "none" else "gelu_tanh"],
     **dict.fromkeys((nn.Dropout, nn.Dropout2d, nn.Identity), lambda m, name: []),
 }
-"""Functions that describe layers: [] for a layer without effect in evaluation, None for unsupported options."""
+"""{type: function that describes a layer}: [] for a layer without effect in evaluation, None if not supported."""

@@ -38,7 +38,7 @@ class Case:
     name: str
     net: Callable[[], nn.Module]
     batch: Callable[[], Batch]  # Makes the batch on the CPU
-    variants: tuple[str, ...]  # Keys of `VARIANTS`. Results include ratios to the variants "dense" and "naive"
+    variants: tuple[str, ...]  # Keys of `VARIANTS`. Results include time ratios to "dense" and "naive"
     periodic: dict[str, Any] | None = None  # Options of the plan for variants with periodic g-nets
     relu: dict[str, Any] | None = None  # Options of the plan for variants with ReLU g-nets, "naive" included
     generation: bool = False  # Measure only the generation of the weights, forward and backward
@@ -53,11 +53,11 @@ Bench = tuple[Case, ...]
 
 
 class Setting(NamedTuple):
-    """The machine's settings for a measurement."""
+    """The device, the CPU threads and the learning rate of a measurement."""
 
     device: torch.device  # Device of the p-net and its batch
     threads: int  # Number of CPU threads
-    # Learning rate, too small to learn. A net that fits its only batch has denormal gradients, which are slow.
+    # Too small to fit the only batch. After a fit, gradients would be denormal numbers, with which CPUs are slow.
     lr: float = 1e-8
 
 
@@ -117,7 +117,7 @@ def _dense_graph(setup: Setup) -> Step:
 
 
 def genome_step(plan: Plan, pnet: nn.Module, batch: Batch, lr: float, **options: Any) -> Step:
-    """Build a training step by `gb.make_train_step` with `options`. The default of `donate` is True."""
+    """Build a training step by `gb.make_train_step` with `options`, and with `donate=True` if not given."""
     optimizer = gb.torch_optimizer(torch.optim.AdamW, lr=lr)
     train_step = gb.make_train_step(plan, pnet, loss_fn, optimizer, **{"donate": True, **options})
     state = train_step.init(seed=0)
@@ -187,7 +187,7 @@ VARIANTS: Mapping[str, tuple[Literal["periodic", "relu", ""], Callable[[Setup], 
 
 
 def build(case: Case, variant: str, setting: Setting) -> tuple[Step, int, int]:
-    """Return a variant's step, the number of its matrices' weights, and the most features of a g-net (0 if dense)."""
+    """Return a variant's step, its number of weights in matrices, and the features of its largest g-net (or 0)."""
     gnets, make = VARIANTS[variant]
     pnet, (x, target) = case.pnet().to(setting.device), case.batch()
     batch = x.to(setting.device), target.to(setting.device)
@@ -226,12 +226,12 @@ def _case(
     **options: Any,
 ) -> Case:
     genes = {"hypernet": gb.periodic(h), "max_tile": tile, "include": include}
-    relu = {"hypernet": gb.gnet((32,)), "max_tile": 100, "include": include}  # as in published implementations
+    relu = {"hypernet": gb.gnet((32,)), "max_tile": 100, "include": include}  # Sizes as in published code
     return Case(name, net, batch, tuple(variants), genes, relu, **options)
 
 
 def mlp_case(sizes: Sequence[int], batch: int, variants: Sequence[str], *, name: str = "", **options: Any) -> Case:
-    """Build the case of training an MLP. By default, one periodic g-net generates each matrix."""
+    """Build the case of training an MLP. Periodic variants have one g-net per matrix, unless `tile` is given."""
     name = name or "mlp " + "-".join(map(str, sizes))
     return _case(
         name, partial(mlp, tuple(sizes), 0), partial(features, (batch, sizes[0]), sizes[-1]), variants, **options
@@ -247,7 +247,7 @@ def generation_case(width: int, variants: Sequence[str]) -> Case:
 def gpt_case(
     batch: int, length: int, words: int, layers: int, heads: int, width: int, variants: Sequence[str], **options: Any
 ) -> Case:
-    """Build the case of training a GPT with biases, as in torchGB. The tied embedding is also generated."""
+    """Build the case of training a GPT with biases, as in torchGB. The embeddings are also generated."""
     net = partial(GPT, words, length, layers, width, heads, 4 * width, bias=True)
     options = {"name": f"gpt {layers}x{width}", "include": (r"^(tokens|positions)\.weight$",)} | options
     return _case(net=net, batch=partial(sequences, batch, length, words), variants=variants, **options)

@@ -46,8 +46,8 @@ def time_together(
     """Time functions in alternation, so that changes of the machine's speed affect all functions equally.
 
     First, each function is called three times (twice if two calls take 20 s), because a compiled function may compile
-    twice. Then each round times every function for about `visit` seconds, with 1 to 50 calls. Before several
-    calls, one more call is made without timing, which brings the function's data into the caches.
+    twice. Then each round times 1 to 50 calls of every function, which take about `visit` seconds. If a round times
+    more than one call of a function, an untimed call precedes them, to bring the function's data into the caches.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
@@ -85,8 +85,8 @@ def _kernels(step: Step) -> tuple[float, float]:
 
 
 def measure_memory(case: Case, variant: str, setting: Setting) -> int | None:
-    """Return the peak memory in bytes of a variant's steps in a new process, or None if the memory does not suffice."""
-    # Use a fork server, whose memory is small: a child of this process would inherit its peak memory.
+    """Return the peak memory in bytes of a variant's steps in a new process, or None if memory runs out."""
+    # Use a fork server, whose memory is small: a fork of this process would start with this process's peak.
     context = multiprocessing.get_context("forkserver")
     # Import the compiler once, in the server. Otherwise optimizers would import it in each process.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
@@ -109,8 +109,8 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
     """
     cuda = device.type == "cuda"
     with contextlib.suppress(OSError, AttributeError):  # The C library may not be glibc
-        # Set glibc's M_MMAP_THRESHOLD (-3). Otherwise glibc raises the threshold when a large array is freed, and keeps
-        # later arrays of up to 32 MiB in its heap.
+        # Fix glibc's M_MMAP_THRESHOLD (-3), so that freed arrays no longer count. Otherwise glibc would raise the
+        # threshold when a large array is freed, and keep later arrays of up to 32 MiB in its heap.
         ctypes.CDLL(None).mallopt(-3, 2**17)
     make(_tiny(case))()
     gc.freeze()  # Keep the libraries' million objects out of later collections, which would take longer than steps.
@@ -210,9 +210,9 @@ _SENT_BYTES, _ROUNDS = 2**25, 5
 
 
 def calibrate(device: torch.device) -> tuple[DeviceSpec, bool]:
-    """Measure a rank's device for `gbfunc plan`. Also return whether this process should print the result.
+    """Measure this rank's device for `gbfunc plan`. Return the result, and whether this process should print it.
 
-    An all-reduce is timed between the ranks of `torchrun`, or between two processes on the loopback device.
+    The link is timed by an all-reduce of the ranks of `torchrun`, or else of two processes on the loopback device.
     """
     first = True
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:

@@ -1,7 +1,7 @@
 """Compares gbfunc with other methods of compression at equal numbers of bytes; `gbfunc compare` runs the comparison.
 
 All methods get the same data, the same budget of bytes (see `Problem`) and the same number of training steps. Settings
-are chosen on the validation split. Then the network is read from the file, and evaluated once on the test split.
+are chosen on the validation split. Then each seed's network is read from its file, and evaluated on the test split.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ METHODS: Mapping[str, Method] = {
     "low_rank_genome": GenomeOf("low_rank", _RATES),
     "xox": GenomeOf("xox", _RATES),
 }
-"""{name: method} for a network that is trained from the beginning"""
+"""{name: method} for networks without pretrained weights"""
 
 PRETRAINED_METHODS: Mapping[str, Method] = {
     "genome": GenomeOf("bilinear"),
@@ -33,7 +33,7 @@ PRETRAINED_METHODS: Mapping[str, Method] = {
 """{name: method} for a pretrained network, whose changes are stored in few bytes"""
 
 REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
-"""{name: method} without a limit on bytes, with which adapters are compared"""
+"""{name: method} of methods without a limit on bytes, with which adapters are compared"""
 
 
 def reference_problem(problem: Problem) -> Problem:

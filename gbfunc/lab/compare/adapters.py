@@ -1,7 +1,8 @@
-"""Adapters of a pretrained p-net from the package `peft`, and training of some of the p-net's parameters.
+"""Methods that train an adapter from the package `peft`, or some of the parameters, of a pretrained p-net.
 
-The file of an adapter has the trained tensors, including a linear classifier, and the names of the changed layers.
-Random projections are drawn from a seed, not stored. For each choice of layers, the largest fitting adapter is tried.
+A file has the trained tensors, including those of the linear classifier, and the names of the changed layers. Random
+projections (VeRA) are drawn from a seed, not stored. For each choice of layers, the largest adapter that fits the
+budget is tried.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Linears(NamedTuple):
     kinds: Mapping[str, tuple[int, int]]  # {name of a layer inside a block: (number of outputs, number of inputs)}
 
     def named(self, *roles: str) -> Kinds:
-        """Return the names of a block's layers by role, such as "query"; () for all linear layers, "any" for all."""
+        """Return names of a block's layers by role (a key of `_KINDS`, or "any"). Without roles, return all linear layers."""
         if roles == ("any",):
             return (".*",)
         known = [_KINDS[role] for role in roles]
@@ -84,7 +85,7 @@ class Adapted:
     fixed: Settings | None = None  # Other options of the config
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
-        """Add the adapter to the base in place. Afterwards, only the trained tensors require gradients."""
+        """Add the adapter to the base in place. Afterwards, only the adapter and the classifier require gradients."""
         peft = _import_peft()
         with warnings.catch_warnings():
             # Ignore this warning: projections are drawn from a seed, so they need not be saved.
@@ -101,21 +102,16 @@ class Adapted:
             _import_peft().set_peft_model_state_dict(net, dict(state))
 
     def ladders(self, net: nn.Module) -> Iterator[tuple[int, Callable[[int], Settings]]]:
-        """For each choice of layers, yield n and a function that maps 1, ..., n to settings of growing adapters."""
+        """For each choice of layers, yield n and a function from 1, ..., n to the settings of ever larger adapters."""
         linears = linears_of(net)
         blocks = len(linears.blocks)
 
-        def rung(kinds: Kinds, sizes: Sequence[int], options: Settings, n: int) -> Settings:
-            size = {self.size: sizes[max(0, n - blocks)]} if self.size else {}
-            return {**options, **size, "target_modules": linears.last(min(n, blocks), kinds)}
+        def rung(kinds: Kinds, n: int) -> Settings:
+            size = {self.size: self.sizes[max(0, n - blocks)]} if self.size else {}
+            return {**size, "target_modules": linears.last(min(n, blocks), kinds)}
 
         for kinds in filter(None, (linears.named(*roles) for roles in self.where)):
-            for sizes, options in self.shapes(linears, kinds):
-                yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
-
-    def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
-        """Yield pairs for an adapter of the layers `kinds`: its possible sizes, in increasing order, and options."""
-        yield self.sizes, {}
+            yield len(self.sizes) + blocks - 1, partial(rung, kinds)
 
     def candidates(self, problem: Problem) -> list[Settings]:
         net, dtype = problem.task.build(0).to("meta"), problem.dtype
@@ -146,7 +142,7 @@ class Adapted:
         return net.requires_grad_(False).eval()
 
     def length(self, net: nn.Module, settings: Settings, dtype: torch.dtype) -> int:
-        """Return the size of the file in bytes. `net` is on the meta device, where copies take no time or memory."""
+        """Return the bytes of the file that `train` makes. `net` is on the meta device, where copies take no memory."""
         attached = self._attached(copy.deepcopy(net), settings, 0)
         return len(base.pack(base.blanks(self.state(attached)), dtype, {"adapter": settings}))
 
@@ -158,7 +154,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Part(Adapted):
-    """Trains the parameters whose names match the regular expression `config`; {} stands for the chosen layers."""
+    """Trains the parameters whose names match `config`, a regular expression in which {} means the chosen layers."""
 
     def attach(self, net: nn.Module, settings: Settings) -> nn.Module:
         pattern = self.config.format(settings.get("target_modules"))
@@ -180,12 +176,12 @@ _RATES, _FRESH = (3e-3, 1e-2, 3e-2), {"save_projection": False}
 
 ADAPTERS: Mapping[str, Adapted] = {
     "linear_probe": Part("(?!)", (1e-2, 3e-2, 1e-1)),
-    # Trains biases: of queries, of queries and hidden units (nearly as good: Ben Zaken et al., 2022), or all
+    # Trains the biases of queries; of queries and hidden units (nearly as good as all: Ben Zaken et al., 2022); or all
     "bitfit": Part(r"{}\.bias", _RATES, (("query",), ("query", "up"), ("any",))),
     "lora": Adapted("LoraConfig", _RATES, size="r", sizes=(1, 2, 4, 8, 16, 32)),
     # Trains two vectors per layer, which scale random matrices. The matrices are drawn from a seed
     "vera": Adapted("VeraConfig", (1e-2, 3e-2, 1e-1), size="r", sizes=(64, 128, 256, 512, 1024), fixed=_FRESH),
-    # Trains factors that multiply values, or keys, values and hidden units (as in the paper)
+    # Trains vectors that multiply the values, or the keys, values and hidden units (as in the paper of IA3)
     "ia3": Adapted(
         "IA3Config",
         _RATES,
@@ -196,4 +192,4 @@ ADAPTERS: Mapping[str, Adapted] = {
 """All adapters, by name."""
 
 FULL = Part(".*", (3e-5, 1e-4, 2e-4))
-"""Full fine-tuning, the reference for adapters."""
+"""Full fine-tuning, with which adapters are compared."""

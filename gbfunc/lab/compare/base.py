@@ -1,4 +1,4 @@
-"""The protocol of a method of compression, and functions that the methods share."""
+"""The protocol of compression methods (`Method`), and functions that several methods use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Settings: TypeAlias = dict[str, Any]
 """Settings that are chosen on validation data, such as the learning rate and widths. JSON can store the values."""
 
 HEAD = "classifier"
-"""Name of the new module of a pretrained network. Each method trains and stores the module, or generates it."""
+"""Name of the new head of a pretrained network. Each method trains and stores the head, or generates its weights."""
 
 USED = 0.85
-"""A candidate's file should use at least this fraction of the budget."""
+"""A candidate whose file uses less than this fraction of the budget ranks below all other candidates."""
 
 
 class Problem(NamedTuple):
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     size: int  # Number of parameters of a periodic genome that fills the budget
     budget: int  # Largest number of bytes of all data that are needed to run the network
     dtype: torch.dtype  # Dtype of the numbers in files, unless a method sets another dtype
-    recipe: Recipe  # Batch size, augmentation, warm-up and length of every training; learning rates of a genome
+    recipe: Recipe  # Batch size, augmentation, warm-up, length of every training. Methods set the learning rates
 
     @property
     def steps(self) -> int:
@@ -50,25 +50,25 @@ class BudgetTooSmall(ValueError):
 
 
 class Trained(NamedTuple):
-    """A trained network and its size."""
+    """The data of a trained network, and its number of parameters."""
 
     data: bytes  # All data that are needed to run the network, except code
     params: int  # Number of trained parameters in the data
 
 
 class Method(Protocol):
-    """A method that trains a network and stores it in few bytes. A new method is a file and an entry in `METHODS`."""
+    """A method that trains a network and stores it in few bytes. A new method needs an entry in `METHODS`."""
 
     def candidates(self, problem: Problem) -> list[Settings]:
         """Return settings to choose from, whose networks fit the budget. Raises BudgetTooSmall if no network fits."""
         ...
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train with settings from `candidates`. The bytes of the network must not exceed the problem's `budget`."""
+        """Train a network with one of the settings of `candidates`. Its data must not exceed `problem.budget` bytes."""
         ...
 
     def load(self, data: bytes, task: Task) -> Net:
-        """Build the network from the data and the code of the task, without reading any other file."""
+        """Build a network from `Trained.data` and the code of the task, without reading any other file."""
         ...
 
 
@@ -83,11 +83,11 @@ def train_net(problem: Problem, leaves: Iterable[Tensor], net: Net, lr: float, s
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of files. The first byte of a file is the index of its dtype."""
+"""Dtypes of the floats in files. The first byte of a file is the index of its dtype in `FLOATS`."""
 
 
 def pack(tensors: TensorMap, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> bytes:
-    """Write a file: a byte for the `dtype` of floats, the length of `about`, `about` in JSON, and all numbers.
+    """Return a file's bytes: the index of `dtype` in `FLOATS`, the length of `about`, `about` in JSON, and all numbers.
 
     Names, shapes and integer dtypes are not in the file: `unpack` takes them from a newly built network.
     """
@@ -118,7 +118,7 @@ def text_of(data: bytes) -> dict[str, Any]:
 
 
 def state_of(module: nn.Module) -> Params:
-    """Collect a module's parameters and persistent buffers. Tied parameters are collected once."""
+    """Return a module's parameters and persistent buffers by name. A tied parameter has only its first name."""
     return {o.name: o.tensor.detach() for o in parameter_infos(module)} | saved_buffers(module)
 
 
@@ -127,7 +127,7 @@ def saved_buffers(module: nn.Module) -> Params:
 
 
 def in_use(module: nn.Module) -> Params:
-    """Collect a module's state. Merge the running mean and variance of batch norms into their weights and biases."""
+    """Return `state_of(module)`, with batch norms' running means and variances merged into their weights and biases."""
     state = state_of(module)
     for name, norm in module.named_modules():
         if not (isinstance(norm, _BatchNorm) and norm.affine and norm.track_running_stats):
@@ -147,7 +147,7 @@ def restore(module: nn.Module, state: Params) -> nn.Module:
 
 
 def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
-    """Find the largest n up to `limit` for which `fits(n)` is True, or 0. If n fits, all smaller n must fit."""
+    """Find the largest n up to `limit` for which `fits(n)` is True, or 0. All n below a fitting n must fit, too."""
     high = 1
     while high < limit and fits(high):
         high *= 2
@@ -155,7 +155,7 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
 
 
 def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
-    """Return {factor: p-net with scaled widths}; for budgets of a bit or more per parameter also with factor 2."""
+    """Return {factor: p-net of so many times the width}; also for factor 2 if the budget has a bit per parameter."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}
@@ -164,7 +164,7 @@ def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
 
 
 def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
-    """Find the widest p-net that fits, up to 4 times the task's width. For MLPs, find one per depth (0 to 2 hidden)."""
+    """Find the widest p-nets that fit: MLPs with 0, 1 and 2 hidden layers; others up to 4 times the task's width."""
     if task.pnet.name == "mlp":
 
         def of(depth: int, width: int) -> PNet:
@@ -183,7 +183,7 @@ def narrow_pnets(task: Task, fits: Callable[[PNet], bool]) -> list[PNet]:
 
 
 def about_pnet(pnet: PNet, task: Task) -> dict[str, Any]:
-    """Return `{"pnet": options}` with the options that differ from the task's p-net; {} if no option differs."""
+    """Return `{"pnet": options}` with the options that differ from those of the task's p-net; {} if none does."""
     differs = {name: value for name, value in pnet.config.items() if task.pnet.config.get(name) != value}
     return differs and {"pnet": differs}
 
@@ -211,7 +211,7 @@ def blanks(like: TensorMap) -> Params:
 
 @dataclass(frozen=True)
 class Dense:
-    """The method that trains a dense network, as wide as the budget of bytes allows for its depth."""
+    """The method that trains a dense network, as wide as its depth and the budget of bytes allow."""
 
     rates: ClassVar[tuple[float, ...]] = (3e-3, 1e-2, 3e-2, 1e-1)
 

@@ -32,7 +32,7 @@ def reference_bytes(task: Task, size: int) -> int:
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Count the parameters of a periodic genome that fills a budget. If none fits, try half and a quarter width."""
+    """Count the parameters of a periodic genome that fills a budget. If none fits, halve the p-net, up to twice."""
     make = task.pnet.scaled
     for pnet in (task.pnet, *(make(factor) for factor in (1 / 2, 1 / 4) if make)):
         with suppress(BudgetTooSmall):
@@ -50,11 +50,11 @@ class GenomeOf:
     stored: str | None = None  # Dtype of the file, "int2" to "int8" or "auto"; None means the problem's dtype
 
     def candidates(self, problem: Problem) -> list[Settings]:
-        """Combine p-nets of several widths with learning rates.
+        """Return settings: p-nets of several widths, each with several learning rates.
 
-        If direct parameters take more than a third of the budget at full width, half the width is also tried; if also
-        at half the width, a quarter. For large budgets (`of_widths`), twice the width is tried.
-        Then the full width is left out if its genome has more than half as many parameters as the p-net.
+        A p-net of half the width is also tried if, at full width, no genome fits or direct parameters take over a third
+        of the budget; a quarter likewise, after half. If the budget has a bit or more per parameter, twice the width is
+        tried, and the full width only if its genome has at most half as many parameters as the p-net.
         """
         found: list[Settings] = []
         full, pnets = True, base.of_widths(problem, (1, 1 / 2, 1 / 4))
@@ -64,7 +64,7 @@ class GenomeOf:
             full, about = True, base.about_pnet(pnet, problem.task)
             with suppress(BudgetTooSmall):
                 task, plan = self._plan(problem, about)
-                # With "auto", estimate the size of direct parameters as in int8.
+                # With "auto", the bits are known only after training: assume int8 for direct parameters.
                 dtype = "int8" if self.stored == AUTO else stored_name(self.stored or problem.dtype)
                 direct = {k: x for k, x in stored_leaves(plan.leaves, dtype).items() if not k.startswith(GNET)}
                 full = sum(x.nbytes for x in direct.values()) > problem.budget / 3
@@ -77,7 +77,7 @@ class GenomeOf:
         return found
 
     def train(self, problem: Problem, settings: Settings, seed: int) -> Trained:
-        """Train by Adam with the recipe's betas. With intN, the genome is rounded in the last sixth of the steps."""
+        """Train by Adam with the recipe's betas. If `stored` is intN, the last sixth of the steps rounds the genome."""
         about = {key: settings[key] for key in settings.keys() & {"pnet"}}
         task, plan = self._plan(problem, about)
         pnet, known, lr = task.build(seed), task.recipe(plan.genome_params), settings["lr"]
@@ -110,6 +110,6 @@ class GenomeOf:
 
     def _plan(self, problem: Problem, about: Mapping[str, Any]) -> tuple[Task, gb.Plan]:
         dtype, task = self.stored or problem.dtype, problem.task.with_pnet(base.pnet_about(about, problem.task))
-        # Metadata take at most 48 bytes more than their JSON.
+        # In the file, metadata take at most 48 bytes more than their JSON.
         left = problem.budget - (48 + len(json.dumps(about)) if about else 0)
         return task, plan_for(task, self.hypernet, genome_bytes=left, stored=dtype)
