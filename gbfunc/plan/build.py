@@ -62,11 +62,11 @@ def make_plan(
     By default, the weights of linear, convolution and attention layers are generated. Biases, norms and embeddings are
     direct parameters: the genome contains their values. Give at most one target size of the genome (`genome_params`,
     `genome_bytes`, `compression`), or a size of its g-nets (`periodic(features=8)`). If direct parameters would exceed
-    a quarter of a target, embeddings are generated as products of two thin matrices (`low_rank`), and then the longest
-    biases and norms are generated. A size in `rules` is not changed. If no size is given, one g-net generates each
-    matrix as a single tile, with 32 features (`periodic`), 32 hidden units (`gnet`), rank 4 (`low_rank`) or 8 genes
-    (`xox`). If only some parameters require grad, the others (frozen) are direct and keep their values, unless
-    `include` or `rules` name them.
+    a quarter of a target, embeddings are generated, as products of two thin matrices (`low_rank`). If the others still
+    exceed a quarter, so are the longest biases and norms. A size in `rules` is not changed. If no size is given, one
+    g-net generates each matrix as a single tile, with 32 features (`periodic`), 32 hidden units (`gnet`), rank 4
+    (`low_rank`) or 8 genes (`xox`). If only some parameters require grad, the others (frozen) are direct and keep their
+    values, unless `include` or `rules` name them.
 
     With `base="own"`, the p-net's present weights are the base, and the genome is an adapter: `weights = base + delta`.
     The deltas are generated and start at exactly zero. Parameters of the base that have no delta, such as biases, are

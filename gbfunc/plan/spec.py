@@ -112,10 +112,10 @@ class Plan:
     def suggested_lr(self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> float:
         """Suggest a constant learning rate; the peak of a one-cycle or cosine schedule may be twice this rate.
 
-        The rate of Adam is the lowest `rate` of the plan's types of g-nets: 2e-2 for periodic ones, 1e-2 for MLPs and
-        by default for your own types. With a base, the rate is 3e-2, or less above 5,400 parameters. The rate of SGD,
-        with momentum 0.9, is five times as high. The guide "Shrink a network" has a table. The rates were chosen
-        on validation data of digits, MNIST and (with a base) TREC. Training also works at half and at twice the rate.
+        The rate of Adam is the lowest `rate` of the plan's types of g-nets (see the guide "Shrink a network"), or at
+        most 3e-2 with a base. SGD with momentum 0.9 takes five times this rate. The rates were chosen on validation
+        data of digits, MNIST and (with a base) TREC, where half and twice the rate also work. In a transformer from
+        random weights, direct matrices and embeddings need the rate of the dense network, such as 1e-3, instead.
 
         Raises:
             ValueError: for optimizers other than Adam, AdamW, NAdam, RAdam, Muon and SGD.

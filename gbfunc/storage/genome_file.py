@@ -40,10 +40,8 @@ def save(
 ) -> int:
     """Writes a genome and its plan to a file from which the p-net's weights can be regenerated.
 
-    The write is atomic (temporary file, fsync, rename).
-
     Args:
-        path: the file; an existing file is replaced.
+        path: the file; the write is atomic (temporary file, fsync, rename) and replaces an existing file.
         plan: the plan.
         genome: a `Genome` or `TrainState`.
         dtype: how numbers are rounded in the file. `load` converts them back to the plan's dtypes, and
@@ -57,12 +55,13 @@ def save(
         metadata: any JSON, such as names of classes; `load_metadata` returns it.
 
     Returns:
-        Number of bytes written. Equal arguments give equal files. A warning is issued if `load` will need `max_params`.
+        Number of bytes written. Equal arguments give equal files. A warning is issued if `load` will need `max_params`,
+        or if `dtype` rounds a small number of a direct parameter to 0.
 
     Raises:
-        ValueError: if the genome does not fit the plan, or has a value that is not finite, or too large or too small
-            for `dtype`; if a type of g-net or an encoding is not registered (`gb.register`); if the metadata is not
-            JSON; if the metadata or the plan is longer than a file may hold.
+        ValueError: if the genome does not fit the plan, or has a value that is not finite, too large for `dtype` or, in
+            a g-net, too small; if a type of g-net or an encoding is not registered (`gb.register`); if the metadata
+            is not JSON; if the metadata or the plan is longer than a file may hold.
         OSError: if the file cannot be written; a previous file is intact.
     """
     check_genome(plan, genome)
