@@ -69,7 +69,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return True for texts: integers [batch, length]. torch requires a length above 1 also after `shorter`."""
+    """Return True for texts: integers [batch, length > 2], as torch requires a length above 1 also after `shorter`."""
     return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.shape[1] > 2
 
 

@@ -36,7 +36,7 @@ NETWORK = ("read.js", "bytes.js", "plan.js", "steps.js", "grow.js", "networks.js
 PNETS = ("mlp", "convnet", "lenet5", "allconv", "resnet20", "resnet56", "gpt")
 TYPES = ("periodic", "bilinear", "low_rank", "xox", "constant", "gnet", "stochastic")
 DTYPES, MOST_WEIGHTS = ("float32", "float64"), 64_000_000
-"""What the page supports: names of p-nets, types of g-net, dtypes, and the largest number of weights."""
+"""Limits of the page: names of p-nets, types of g-net, dtypes, and the largest number of weights."""
 
 
 def check(plan: Plan) -> None:

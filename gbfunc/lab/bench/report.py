@@ -109,7 +109,7 @@ def steps_memory(case: Case, make: Callable[[Case], Step], device: torch.device)
     """
     cuda = device.type == "cuda"
     with contextlib.suppress(OSError, AttributeError):  # The C library may not be glibc
-        # Fix glibc's M_MMAP_THRESHOLD (-3), so that freed arrays no longer count. Otherwise glibc would raise the
+        # Fix glibc's M_MMAP_THRESHOLD (-3), so that freed arrays are not counted. Otherwise glibc would raise the
         # threshold when a large array is freed, and keep later arrays of up to 32 MiB in its heap.
         ctypes.CDLL(None).mallopt(-3, 2**17)
     make(_tiny(case))()

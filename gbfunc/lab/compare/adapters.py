@@ -1,8 +1,7 @@
 """Methods that train an adapter from the package `peft`, or some of the parameters, of a pretrained p-net.
 
-A file has the trained tensors, including those of the linear classifier, and the names of the changed layers. Random
-projections (VeRA) are drawn from a seed, not stored. For each choice of layers, the largest adapter that fits the
-budget is tried.
+A file has the trained tensors, including those of the classifier, and the names of the changed layers. Projections
+(VeRA) are drawn from a seed, not stored. For each choice of layers, the largest adapter that fits the budget is tried.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Linears(NamedTuple):
     kinds: Mapping[str, tuple[int, int]]  # {name of a layer inside a block: (number of outputs, number of inputs)}
 
     def named(self, *roles: str) -> Kinds:
-        """Return names of a block's layers by role (a key of `_KINDS`, or "any"). Without roles, return all linear layers."""
+        """Return names of a block's layers by role (a key of `_KINDS`, or "any"), or of all linear layers."""
         if roles == ("any",):
             return (".*",)
         known = [_KINDS[role] for role in roles]
@@ -106,12 +105,17 @@ class Adapted:
         linears = linears_of(net)
         blocks = len(linears.blocks)
 
-        def rung(kinds: Kinds, n: int) -> Settings:
-            size = {self.size: self.sizes[max(0, n - blocks)]} if self.size else {}
-            return {**size, "target_modules": linears.last(min(n, blocks), kinds)}
+        def rung(kinds: Kinds, sizes: Sequence[int], options: Settings, n: int) -> Settings:
+            size = {self.size: sizes[max(0, n - blocks)]} if self.size else {}
+            return {**options, **size, "target_modules": linears.last(min(n, blocks), kinds)}
 
         for kinds in filter(None, (linears.named(*roles) for roles in self.where)):
-            yield len(self.sizes) + blocks - 1, partial(rung, kinds)
+            for sizes, options in self.shapes(linears, kinds):
+                yield len(sizes) + blocks - 1, partial(rung, kinds, sizes, options)
+
+    def shapes(self, linears: Linears, kinds: Kinds) -> Iterator[tuple[Sequence[int], Settings]]:
+        """Yield pairs for adapters of the layers `kinds`: values of the option `size`, ascending, and other options."""
+        yield self.sizes, {}
 
     def candidates(self, problem: Problem) -> list[Settings]:
         net, dtype = problem.task.build(0).to("meta"), problem.dtype
@@ -142,7 +146,7 @@ class Adapted:
         return net.requires_grad_(False).eval()
 
     def length(self, net: nn.Module, settings: Settings, dtype: torch.dtype) -> int:
-        """Return the bytes of the file that `train` makes. `net` is on the meta device, where copies take no memory."""
+        """Return the length of the file from `train`. `net` is on the meta device, where copies take no memory."""
         attached = self._attached(copy.deepcopy(net), settings, 0)
         return len(base.pack(base.blanks(self.state(attached)), dtype, {"adapter": settings}))
 

@@ -155,7 +155,7 @@ def largest(fits: Callable[[int], bool], limit: int = 1 << 20) -> int:
 
 
 def of_widths(problem: Problem, factors: Sequence[float]) -> dict[float, PNet]:
-    """Return {factor: p-net of so many times the width}; also for factor 2 if the budget has a bit per parameter."""
+    """Return {factor: task's p-net of factor times the width}; also for 2 if the budget has a bit per parameter."""
     task, make = problem.task, problem.task.pnet.scaled
     if make is None:
         return {1: task.pnet}

@@ -32,7 +32,7 @@ def reference_bytes(task: Task, size: int) -> int:
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Count the parameters of a periodic genome that fills a budget. If none fits, halve the p-net, up to twice."""
+    """Count the parameters of a periodic genome that fills a budget; if none fits, at 1/2 or 1/4 of the width."""
     make = task.pnet.scaled
     for pnet in (task.pnet, *(make(factor) for factor in (1 / 2, 1 / 4) if make)):
         with suppress(BudgetTooSmall):
@@ -53,8 +53,8 @@ class GenomeOf:
         """Return settings: p-nets of several widths, each with several learning rates.
 
         A p-net of half the width is also tried if, at full width, no genome fits or direct parameters take over a third
-        of the budget; a quarter likewise, after half. If the budget has a bit or more per parameter, twice the width is
-        tried, and the full width only if its genome has at most half as many parameters as the p-net.
+        of the budget; a quarter, if so at half the width. If the budget has a bit or more per parameter, twice the
+        width is tried, and the full width only if its genome has at most half as many parameters as the p-net.
         """
         found: list[Settings] = []
         full, pnets = True, base.of_widths(problem, (1, 1 / 2, 1 / 4))

@@ -72,9 +72,8 @@ def _metric_of(problem: Problem, net: Net, split: Any) -> float:
 def choose(name: str, method: Method, problem: Problem, most: int | None = None) -> Choice:
     """Choose settings by successive halving on the validation metric (K. Jamieson and A. Talwalkar, 2016).
 
-    Three rounds train for 1/9, 1/3 and all of the steps, each time from the beginning. The best third of the candidates
-    (at least three) pass the first round, two pass the second, and one wins the third. A candidate whose file uses less
-    than the fraction `USED` of the budget ranks below all other candidates.
+    Three rounds train for 1/9, 1/3 and all of the steps, each time from the beginning. They keep the best third of the
+    candidates (at least three), the best two, and the best. Files that use less than `USED` of the budget rank last.
     """
     head, task = _head(problem, name), problem.task
     tried: list[Settings] = []
