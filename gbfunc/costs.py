@@ -50,7 +50,7 @@ def thin_flops(
 
 
 def missing_ranks(nr: int, k: int) -> int:
-    """Return the smallest m for which `nr * (k + m)`, the filters per group of a convolution, is a multiple of 16."""
+    """Return what to add to the rank k, so that `nr * k`, a convolution's filters per group, is a multiple of 16."""
     return -k % (_CHANNELS // math.gcd(nr, _CHANNELS))
 
 

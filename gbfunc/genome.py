@@ -28,7 +28,7 @@ Noise = Mapping[str, Params]
 _DRAWS = 8  # Maximum number of draws of a slot's leaves; leaves of a constant matrix are drawn again
 _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A matrix counts as constant if removing its mean reduces the standard deviation to this fraction
-_LARGE, _MANY = 1 << 20, 64  # `moments` forms matrices of up to _LARGE weights, or of factors with under _MANY columns
+_LARGE, _MANY = 1 << 20, 64  # `moments` computes a matrix of up to _LARGE weights, or of fewer than _MANY factor columns
 _SAMPLED = 64  # Statistics of a tile use a sample of at most this many rows and columns
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 
@@ -81,7 +81,7 @@ def _check_fields(genome: GenomeLike) -> None:
 
 
 def _wrong_type(expected: str, got: Any) -> TypeError:
-    """Return the error for an argument `got` of the wrong type, with advice on what to pass instead."""
+    """Return the error for an argument `got` of the wrong type, with advice on the right argument."""
     cure = "the order of arguments is path, plan, genome, p-net"
     if hasattr(got, "to_genome"):
         cure = "pass module.plan and module.to_genome()"
@@ -280,7 +280,7 @@ def init_leaves(e: Ensemble, dtype: torch.dtype, generator: torch.Generator) -> 
     Then change the leaves so that the weights of every matrix have zero mean and unit standard deviation. The mean is
     linear in the linear leaves v (such as amplitudes), with gradient m. Subtracting `m * mean / |m|^2` from v is the
     smallest change that removes the mean. If this change would leave a constant matrix, for example because v is a
-    single number, Newton steps on all leaves of the matrix's tiles remove the mean instead.
+    single number, the mean is removed by Newton steps on all leaves of the matrix's tiles.
     """
     hypernet, specs = e.hypernet, e.leaves
     drawn = hypernet.init(e.dims, e.n_tiles, e.n_groups, generator)

@@ -67,7 +67,7 @@ def _children(tree: Any, prefix: str) -> Iterable[tuple[Any, Any]]:
 
 
 def unflatten_tree(flat: Mapping[str, Any], like: Any, prefix: str = "") -> Any:
-    """Undo `flatten_tree`: return the values of `flat` in the structure of the tree `like`."""
+    """Undo `flatten_tree`: return the values of the dict `flat`, {path: value}, in the structure of the tree `like`."""
     if like is None:
         return None
     values = {
@@ -92,7 +92,7 @@ def stored_tensors(genome: GenomeLike) -> Params:
 
 
 def like_genome(flat: Params, genome: GenomeLike) -> Any:
-    """Undo `flat_genome`: return a copy of `genome` (a `Genome` or `TrainState`) with the leaves in `flat`."""
+    """Undo `flat_genome`: return a copy of `genome` (a `Genome` or `TrainState`) with the leaves in the dict `flat`."""
     gnets, direct = unflatten_tree(flat, genome.gnets, GNET), unflatten_tree(flat, genome.direct, DIRECT)
     return genome._replace(gnets=gnets, direct=direct)
 

@@ -191,7 +191,7 @@ def _recipe_with(recipe: Recipe, training: TrainingOptions) -> Recipe:
     for name, find in (("schedule", SCHEDULES.__getitem__), ("optimizer", find_optimizer)):
         own |= {name: find(own[name])} if name in own else {}
     by_epochs = {"steps": None, "measure_every": None} if "epochs" in own else {}
-    # Drop the recipe's explanations of settings that the user chose instead.
+    # Drop the recipe's reasons for the values of settings that the user's own values replace.
     known = own.keys() | ({"epochs"} if "steps" in own else set())
     reasons = {name: why for name, why in recipe.reasons.items() if name not in known}
     return replace(recipe, **(by_epochs | own), reasons=reasons)

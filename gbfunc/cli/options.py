@@ -74,7 +74,7 @@ def flags(names: Iterable[str]) -> str:
 
 
 def shows(value: Any, default: str = "", *, recipe: str = "") -> Any:
-    """Describe an option for `--help`: the form `value`, and as default the task's setting `recipe`, or `default`."""
+    """Describe an option for `--help`: `value` shows how to write a value; the default is `recipe` or `default`."""
     metavar = value if isinstance(value, str) else "|".join(get_args(value))
 
     def hint(_: str) -> str:

@@ -18,7 +18,7 @@ from gbfunc.types import Params, TensorMap
 # Rounding to multiples of a step raises the loss by `h step^2 / 24`; h is the loss's second derivative. One more bit
 # halves the step, so the derivative of `h step^2 / 24` with respect to the bits is `-_BALANCE h step^2`.
 _BALANCE = math.log(2) / 12
-_STATISTIC = -32  # Index of the largest step of running statistics: small, as training cannot correct their rounding
+_STATISTIC = -32  # Largest index of the steps of running statistics: small, as training cannot correct rounding errors
 _FROZEN_ERROR = 1 / 64  # Largest rounding error of a frozen parameter, relative to the parameter's largest number
 _WIDTHS = np.arange(NARROWEST + 1, WIDEST)
 
@@ -69,7 +69,7 @@ def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, exam
     """Finds the finest quantization steps with which the integers take at most `bits`.
 
     If the largest steps need more bits, returns the largest steps. `squares` are mean squares of gradients of the mean
-    loss of `examples` rows. Frozen leaves have no squares and get the smallest steps that can store the leaf. `rate` is
+    loss of `examples` rows. A frozen leaf has no squares and gets the smallest steps that can store the leaf. `rate` is
     the decrease of the loss that one more bit would allow. Raises ValueError if no step can store a frozen parameter.
     """
     # Bounds of log2(step * sqrt(square)). Normal training needs less, but `squares` grow if the loss suddenly rises.
@@ -93,7 +93,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         leaf = leaves[part.leaf]
         numbers = encode_statistic(part.leaf, leaf, past.variances) if part.statistic else part.of(leaf)
         shifts, mask = past.shifts(part, "cpu")
-        # `least` is the index of the smallest step with which no integer of the part exceeds `LARGEST`.
+        # `least` is the index of the smallest quantization step with which no integer of the part exceeds `LARGEST`.
         logs = OCTAVE * (part.in_period(numbers.double()).abs() / LARGEST).log2() + OCTAVE // 2 * shifts
         stored = logs[mask.expand(part.shape)]
         most = float(stored.max()) if stored.numel() else -math.inf
@@ -101,7 +101,7 @@ def _steps_at(plan: Any, leaves: TensorMap, squares: TensorMap, log_noise: float
         index, coarsest = (_STATISTIC, _STATISTIC) if part.statistic else (least, MOST)
         found = squares_of(part.leaf, leaves, squares) if part.statistic else squares.get(part.leaf)
         if found is not None:
-            # Rescale squares of gradients to the step of the part: the steps of numbers are divided by sqrt(2)^shift.
+            # Rescale squared gradients to the part's quantization step: a number's step is divided by sqrt(2)^shift.
             even = (part.of(found).double() * torch.exp2(-shifts.double()))[mask.expand(part.shape)]
             mean = float(even.mean()) if even.numel() else 0.0
             index = coarsest if mean <= 0 else round(OCTAVE * (log_noise - math.log2(mean) / 2))
@@ -160,7 +160,7 @@ def _header(numbers: list[int], least: int, most: int) -> list[Entry]:
 
 
 def unpack_steps(plan: Any, data: bytes, statistics: bool, allowed: Allowed) -> tuple[Params, Steps]:
-    """Reads what `pack_steps` wrote: returns leaves in float32, and the steps; raises ValueError for damaged data."""
+    """Reads the data of `pack_steps`: returns float32 leaves and quantization steps; ValueError for damaged data."""
     symbols = PIECE * int.from_bytes(data[:2], "little")
     allowed.check("symbols", symbols - PIECE)
     parts, reader = parts_of(plan, statistics), Reader(data[2:], symbols)

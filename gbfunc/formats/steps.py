@@ -40,9 +40,9 @@ from gbfunc.types import DTYPES, Params, TensorMap
 V = TypeVar("V")
 Side = tuple[Encoding, int, int]  # Codes of the rows or columns of a matrix; number of codes; rows or columns of a tile
 AUTO = "auto"  # Name of the dtype of files with quantization steps
-OCTAVE, LEAST, MOST = 8, -128, 127  # The step doubles every 8 indices; smallest and largest index of a part
+OCTAVE, LEAST, MOST = 8, -128, 127  # A quantization step doubles every 8 indices; the smallest and the largest index
 LARGEST = 2047  # Largest absolute value of a stored integer
-_REACH = 400  # `_STEPS` has the steps of the indices -400 .. 400
+_REACH = 400  # `_STEPS` has the quantization steps of the indices -400 .. 400
 _AT_ONCE = 1 << 18  # Maximum number of entries of codes that are computed in one call, to limit memory
 # Limits of the exponents in `Part.finer`, so that `_STEPS` has the steps of all code weights.
 COARSEST, FINEST = -68, 44
@@ -107,7 +107,7 @@ class Part(NamedTuple):
     last: int | None
     shape: tuple[int, ...]
     gain: str | None = None  # Name of the leaf of amplitudes [T, H] that multiply the features of this leaf [T, ..., H]
-    # An exponent n per entry of a code: sqrt(2)^n, about the entry's root mean square, divides its code weights' steps.
+    # One exponent n per entry of a code: the steps of the entry's code weights are divided by sqrt(2)^n, about its RMS.
     finer: tuple[int, ...] = ()
     period: float | None = None
     statistic: bool = False
@@ -119,7 +119,7 @@ class Part(NamedTuple):
         return x if self.period is None else x - self.period * (x / self.period).round()
 
     def limit(self, steps: Tensor) -> Tensor:
-        """Computes the largest integer for each step. A phase, which is periodic, is at most half a period."""
+        """Computes the largest integer per quantization step. A phase, which is periodic, is at most half a period."""
         if self.period is None:
             return torch.tensor(float(LARGEST), device=steps.device)
         return (self.period / 2 / steps.double()).floor().clamp(max=LARGEST)
@@ -223,7 +223,7 @@ def _table(device: torch.device) -> Tensor:
 
 
 class Past(NamedTuple):
-    """Numbers of earlier parts that later parts need: integers of amplitudes, rounded u of variances (`statistics`)."""
+    """Values of earlier parts that later parts need: integers of amplitudes, and encoded variances (`statistics`)."""
 
     gains: dict[tuple[str | None, int], Tensor]
     variances: dict[str, Tensor]
@@ -242,7 +242,7 @@ class Past(NamedTuple):
         return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
     def zeros(self, part: Part, index: int, device: Any) -> Quantised:
-        """Returns a part with all integers 0, which the caller replaces. Steps are `2^(index / 8) / sqrt(2)^shifts`."""
+        """Returns `Quantised` with integers 0, to be replaced by the caller. Steps: `2^(index / 8) / sqrt(2)^shifts`."""
         shifts, mask = self.shifts(part, device)
         steps = _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
         integers = torch.zeros(part.shape, dtype=torch.float32, device=device)
@@ -286,7 +286,7 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
     """Rounds leaves and buffers as a file does; backward ignores the rounding.
 
     The second result is the gradient of `rate * bits` with respect to the leaves, {} if the rate is 0. Code weights of
-    a feature with amplitude 0 are not rounded. A file has 0 instead, which does not change the p-net's weights.
+    a feature with amplitude 0 are not rounded. A file stores them as 0, which does not change the p-net's weights.
     """
     if not isinstance(stored, Steps):
         return rounded(leaves, stored), {}
@@ -304,8 +304,8 @@ def as_stored(plan: Any, leaves: TensorMap, stored: Stored) -> tuple[Params, Par
 
 
 def _rate_gradient(leaves: TensorMap, found: list[Quantised], rate: float) -> Params:
-    # The n numbers x of a part count as `n log2(1 + e mean|x| / step)` bits. An amplitude multiplies the errors of its
-    # code weights: half the amplitude allows steps of twice the size, which saves one bit per code weight.
+    # The n numbers x of a `Part` count as `n log2(1 + e mean|x| / step)` bits. An amplitude multiplies the rounding
+    # errors of its feature's code weights: half the amplitude allows twice the steps, and saves a bit per code weight.
     gradients: list[Tensor] = []
     owned: dict[tuple[str | None, int], Tensor | float] = {}
     numbers = [one.part.of(leaves[one.part.leaf].detach()).float() for one in found]

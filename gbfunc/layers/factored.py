@@ -19,11 +19,11 @@ from gbfunc.types import Params
 
 
 class FactoredWeight(WeightForm):
-    """A weight of T tiles `L[i, j] @ R[i, j].T`. The form's inputs are left, [T, r, k], and right, [T, c, k].
+    """A weight of T tiles `L[i, j] @ R[i, j].T`. The tensors `inputs` are left, [T, r, k], and right, [T, c, k].
 
     The matrix of all tiles, transposed if `transposed` (Hugging Face's `Conv1D`), is reshaped to the layer's `shape`.
-    With `auto`, layers apply the factors to inputs with fewer rows than `gbfunc.costs.thin_rows`, and form the weight
-    for inputs with more rows and in exported programs. Without `auto`, layers apply the factors whenever possible.
+    With `auto`, layers apply the factors to batches of fewer rows than `gbfunc.costs.thin_rows`, and form the weight
+    for larger batches and in exported programs. Without `auto`, layers apply the factors whenever possible.
     """
 
     needs: Needs = "factors"
@@ -110,7 +110,7 @@ class FactoredWeight(WeightForm):
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
         if nc > 1 and x.is_cpu and (missing := missing_ranks(nr, k)):
-            # On a CPU, groups of a multiple of 16 filters are up to three times as fast as other groups: pad k.
+            # On a CPU, a convolution whose filters per group are a multiple of 16 is up to three times as fast: pad k.
             left, right, k = F.pad(left, (0, missing)), F.pad(right, (0, missing)), k + missing
         width = self.grid.tile_cols // positions
         if nc * width != channels:
@@ -132,7 +132,7 @@ class FactoredWeight(WeightForm):
         left, right = self.by_tile(weight.inputs)
         nr, nc, r, k = left.shape
         # With several rows of tiles, each token needs a copy of the right factors of its row of tiles. If these copies
-        # are larger than the weight, form the weight instead.
+        # are larger than the weight, return None to form the weight.
         many = nr > 1 and (is_exporting() or index.numel() * k > self.grid.rows)
         if many or index.is_nested or not self._pays(weight, index.numel()):
             return None
@@ -152,7 +152,7 @@ class FactoredWeight(WeightForm):
 
 
 class DeltaWeight(FactoredWeight):
-    """A weight `base + delta`, with the inputs left, right and base. The delta's tiles are `L[i, j] @ R[i, j].T`.
+    """A weight `base + delta` from the tensors left, right and base. The delta's tiles are `L[i, j] @ R[i, j].T`.
 
     The base is applied in the base's dtype, and the delta in the genome's dtype, as in PEFT's LoRA of a bfloat16 net.
     """
@@ -178,7 +178,7 @@ class DeltaWeight(FactoredWeight):
         return added(inputs["base"], super().make(inputs))
 
     def apply(self, weight: Weight, use: Use, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Add the outputs of the base and of the factors. If `thin` returns None, apply the dense weight instead."""
+        """Add the outputs of the base and of the factors. If `thin` returns None, apply the dense sum of both."""
         left, right, base = (weight.inputs[k] for k in self.inputs)
         autocast = torch.is_autocast_enabled(x.device.type)
         single = left.dtype == base.dtype and (x.dtype == left.dtype or autocast) and not x.is_nested and x.ndim > 1
@@ -206,7 +206,7 @@ def as_low_rank(left_ijrk: Tensor, right_ijck: Tensor, grid: TileGrid) -> tuple[
 class RowFactors(WeightForm):
     """The weight of a linear layer with separate factors for each row b of a batch: `W[b] = base + L[b] M[b] R[b]^T`.
 
-    The inputs are left L [B, rows, k], mix M [B, k, k] (of bilinear g-nets, otherwise the identity), right R
+    The tensors are left L [B, rows, k], mix M [B, k, k] (of bilinear g-nets, otherwise the identity), right R
     [B, cols, k] and, with a base, base [rows, cols]. Factors that all rows of the batch share have no dimension B.
     """
 
@@ -218,7 +218,7 @@ class RowFactors(WeightForm):
 
     @staticmethod
     def of_tiles(form: FactoredWeight, inputs: Params) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert the inputs of a `FactoredWeight` to left, mix (the identity) and right for one row of the batch."""
+        """Convert left and right of a `FactoredWeight` to left, mix (the identity) and right for one batch row."""
         right, left = as_low_rank(*form.by_tile(inputs), form.grid)
         return left, torch.eye(len(right), dtype=left.dtype, device=left.device), right.t().contiguous()
 

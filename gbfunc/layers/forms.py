@@ -1,7 +1,7 @@
 """Forms of a weight: how the g-nets generate a weight, and how a layer computes with the weight.
 
 A form `needs` the matrix, the factors or the leaves of each generated matrix (a `Source`). `of(sources)` returns the
-form's inputs, `{key: tensor}`. `apply` computes a layer's output from the inputs. The forms are:
+form's inputs, `{key: tensor}`: weight, factors or leaves. `apply` computes a layer's output from these. The forms are:
 
 * `DenseWeight`: the dense tensor, which torch's own layer uses;
 * `FactoredWeight` (`gbfunc.layers.factored`): `W = L R^T` for each tile, applied as `(x R) L^T` without forming `W`;
@@ -30,11 +30,11 @@ from gbfunc.types import Factors, Params, TensorMap
 Self = TypeVar("Self", bound="WeightForm")
 
 Needs = Literal["matrix", "factors", "leaves"]
-"""What the g-nets give to a form: matrices, factors of tiles, or leaves from which the form generates the weight."""
+"""What a `DenseWeight` or `WeightForm` takes from g-nets: matrices, factors of tiles, or the leaves themselves."""
 
 
 class Source(Protocol):
-    """One generated matrix. A form requests the matrix itself, the factors of its tiles, or its g-nets' leaves."""
+    """One generated matrix. The weight's form requests the matrix, the factors of the tiles, or the g-nets' leaves."""
 
     def matrix(self) -> Tensor:
         """Return the matrix [rows, columns], or the block that `pieces` of `make_generator` selects."""
@@ -114,7 +114,7 @@ class WeightForm:
 
     def __init__(self, name: str, inputs: tuple[str, ...], transposed: bool) -> None:
         self.name, self.inputs, self.transposed = name, inputs, transposed
-        self.keys = tuple(f"{name}_form.{k}" for k in inputs)  # names of the inputs in the generator's output
+        self.keys = tuple(f"{name}_form.{k}" for k in inputs)  # names of these tensors in the generator's output
         self.reads = 0  # how often code outside of the layer's forward read the dense weight
 
     def __deepcopy__(self, memo: Any) -> WeightForm:
@@ -127,11 +127,11 @@ class WeightForm:
         return form
 
     def taken(self, tensors: TensorMap) -> Params:
-        """Select this form's inputs from the `tensors` that a generator returns. Return `{input: tensor}`."""
+        """Select the tensors `inputs` from the `tensors` that a generator returns. Return `{input: tensor}`."""
         return {k: tensors[key] for k, key in zip(self.inputs, self.keys, strict=True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the inputs as `{key: tensor}`. `sources` has one `Source` per matrix of the weight."""
+        """Return the tensors `inputs` as `{key: tensor}`. `sources` has one `Source` per matrix of the weight."""
         raise NotImplementedError
 
     def make(self, inputs: Params) -> Tensor:
@@ -144,7 +144,7 @@ class WeightForm:
 
 
 class Weight:
-    """A generated weight during a call of the p-net: a form, and the form's input tensors by name."""
+    """A generated weight during a call of the p-net: a `WeightForm`, and the form's tensors, `{input: tensor}`."""
 
     def __init__(self, form: WeightForm, inputs: Params) -> None:
         self.form, self.inputs = form, inputs

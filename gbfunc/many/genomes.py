@@ -54,7 +54,7 @@ class _Frame(NamedTuple):
     def of(plans: list[Plan], pnet: nn.Module, stacks: Sequence[Params]) -> _Frame:
         """Choose how layers use each weight: as factors if all plans have factors for the weight, otherwise dense.
 
-        `stacks` has the stacked genomes of each plan. Raises ValueError if only some of the plans have a base.
+        `stacks` has the result of `stacked_genomes` per plan. ValueError if only some of the plans have a base.
         """
         bases = [plan.base_tensors(pnet) for plan in plans]
         if None in bases and any(bases):
@@ -346,7 +346,7 @@ class ManyGenomes(nn.Module):
             tensors, stacked = dict(each[0]), dict[tuple[int, ...], Tensor]()
             for key in self._rows if index.ndim else ():
                 rows = [x[key] for x in each]
-                # If several layers share a left or right factor, stack the factor only once.
+                # If several layers share a left or right factor, stack the factor of all genomes only once.
                 place = (*map(Tensor.data_ptr, rows), *rows[0].shape)
                 tensors[key] = stacked[place] = stacked[place] if place in stacked else torch.stack(rows)
             self._last = numbers, tensors

@@ -1,4 +1,4 @@
-"""Runs modules of a p-net under `vmap`: row b of the inputs uses the weights of row b's genome."""
+"""Runs modules of a p-net under `vmap`: row b of a module's inputs uses the weights of row b's genome."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -101,7 +101,7 @@ def unfused(net: nn.Module) -> list[str]:
 
 
 def joined(outputs: Sequence[Any], order: Tensor) -> Any:
-    """Join outputs of parts of a batch and select rows by `order`. Pad smaller tensors with -inf (integers: -1)."""
+    """Join outputs of several batches, and select rows by `order`. Pad smaller tensors with -inf (integers: -1)."""
     tensors = iter([*zip(*([x for _, x in tree_leaves(out) if isinstance(x, Tensor)] for out in outputs), strict=True)])
 
     def join(first: Any) -> Any:

@@ -54,8 +54,8 @@ def materialize_many(
 
     Row b of `net(index, x)` is `net(x[b : b + 1])` with genome `index[b]`, in eval mode. Linear layers in which genomes
     differ use a pair of factors for each row. Other modules in which genomes differ run under `torch.func.vmap`. All
-    other code of the p-net runs once for the whole batch, and must not mix rows. Gradients reach the inputs, but not
-    the genomes. If the p-net is a model of transformers, `net.generate(index, tokens)` generates text.
+    other code of the p-net runs once for the whole batch, and must not mix rows. Gradients reach `x`, but not the
+    genomes. If the p-net is a model of transformers, `net.generate(index, tokens)` generates text.
 
     Genomes may have different plans for a p-net or base, for example different sizes or different layers. Genomes with
     different heads have different p-nets, which may share a body. The rows of one p-net run together. Smaller outputs

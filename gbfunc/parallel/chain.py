@@ -55,8 +55,8 @@ class Chain(NamedTuple):
 def find_blocks(pnet: nn.Module, stages: int, splits: Sequence[str] | None = None) -> tuple[str, ...]:
     """Return the names of the blocks: the layers of the list with most parameters, among lists of >= `stages` layers.
 
-    If `splits` names the first block of every stage except the first stage, the blocks are instead all children of the
-    module that contains the named blocks. Raises ValueError if `splits` is wrong, or if the p-net has no such list.
+    If `splits` names the first block of every stage except the first stage, the blocks are all children of the module
+    that contains the named blocks. Raises ValueError if `splits` is wrong, or if the p-net has no such list.
     """
     if splits is not None:
         parents = {name.rpartition(".")[0] for name in splits}

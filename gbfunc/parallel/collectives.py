@@ -5,7 +5,7 @@ backward of a gather is a reduce-scatter, and vice versa, also in higher derivat
 of rows, or none: no padding is sent. One autograd node sends many tensors, so that their order is equal on all ranks.
 
 On gloo, ranks exchange point-to-point messages, because gloo's reduce-scatter sends twice the bytes. Compiled graphs
-instead use gloo's all-to-all, which takes twice as long as point-to-point messages.
+use gloo's all-to-all, which takes twice as long as these messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ def sent_bytes(kind: Kind | Literal["all_reduce"], n_bytes: int, axis: Axis, siz
 
 
 def _moved(exchange: _Exchange, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Gather rows, [n, ...] -> [sum(sizes), ...], or sum over ranks and keep this rank's n rows of the sum."""
+    """Gather the rows of all ranks, [sum(sizes), ...], or sum over ranks and keep this rank's rows of each sum."""
     kind, sizes, axis, mesh = exchange
     gathers, at_once = kind == "gather", mesh is None or dist.get_backend(axis.group) == "nccl"
     pieces, results = [], []

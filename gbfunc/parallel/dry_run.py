@@ -55,7 +55,7 @@ def total(cells: Iterable[Cell]) -> Cell:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Runs attention as one operator, as real devices do. On the meta device, torch would form the attention scores."""
+    """Runs attention as one operator, as real devices do. On the meta device, torch would compute all scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -105,7 +105,7 @@ def factor_shapes(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class DryRun(TorchDispatchMode):
-    """Runs one rank's part of a p-net's forward. A call with a microbatch returns the costs of every cell.
+    """Runs a p-net's forward as one rank does. A call with a microbatch returns the costs of every cell.
 
     `blocks` are the names of the blocks, in order. `tensor` splits layers over ranks with a `DryWire`. The attribute
     `forms` has the weights that layers apply as factors, `shapes` the shape of this rank's piece of each split weight.

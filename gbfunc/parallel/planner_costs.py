@@ -189,12 +189,12 @@ class Model:
         return balanced_stages(self._chain.flops, n) if self.blocks else (0, 0)
 
     def crossing(self, n: int) -> list[float]:
-        """Return the bytes per row that each of n stages receives, and then 0, because no stage receives the loss."""
+        """Return the bytes per row that each of `n` stages receives, then 0, because no stage receives the loss."""
         parcels = [Parcel(crossing(self._chain, self.starts(n), stage)) for stage in range(n)]
         return [*(parcel.like.nbytes / _TRACED_ROWS for parcel in parcels), 0.0]
 
     def stages(self, n: int) -> list[frozenset[int]]:
-        """Return the indices of n stages' cells. Layers before and after the blocks are in the first and last stage."""
+        """Return the cells of each of `n` stages, by index. The ends of the p-net are in the first and last stage."""
         starts = [0, *(start + 1 for start in self.starts(n)[1:-1]), len(self.blocks) + 2]
         return [frozenset(range(a, b)) for a, b in pairwise(starts)]
 

@@ -33,7 +33,7 @@ class Split(NamedTuple):
     local: bool  # Whether the output is a plain tensor instead of a DTensor
     transposed: bool  # Whether the layer stores the transpose of its matrix
     wire: Wire  # Exchanges activations with other ranks
-    record: Callable[[Any, Tensor], None]  # Called with the placement and this rank's part of each output
+    record: Callable[[Any, Tensor], None]  # Called with the placement and this rank's piece of each output
 
 
 def install_layer(layer: nn.Module, split: Split) -> None:

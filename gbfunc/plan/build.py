@@ -96,7 +96,7 @@ def make_plan(
             linear, convolution and attention layer. `include`, `exclude` and `rules` take precedence.
         modules_to_save: names, or last parts of names, of modules that are not part of the base, such as a new head.
             The parameters of these modules are direct and keep their values. If direct parameters exceed a quarter of a
-            target, the longest ones are generated instead, and lose their values.
+            target, g-nets generate the longest of these parameters, which then lose their values.
 
     Returns:
         The plan. Its genomes have at most the target size and, if sizes of g-nets allow, at least 98 % of the target. A

@@ -123,7 +123,7 @@ class Candidate:
     info: ParameterInfo
     tensor: TensorPlan
     hypernet: Hypernet | None  # None for a direct parameter
-    movable: bool = False  # True if a direct parameter may be generated instead to reach a size target
+    movable: bool = False  # True if g-nets may generate this direct parameter to reach a size target
     base: bool = False  # True if the parameter belongs to a base, so that a delta is generated
     single_tile: bool = False
     scales: dict[int, tuple[float, float]] = field(default_factory=dict)  # Scale and offset by index of the matrix

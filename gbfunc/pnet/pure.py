@@ -144,7 +144,7 @@ class PureNet:
                 # Do not write to `vars(holder)`: torch.compile would not notice the change.
                 object.__setattr__(holder, key, x)
             else:
-                # Call dict's own method: `Parameters`, the dict of a layer with forms, overrides `__setitem__`.
+                # Call dict's own method: `Parameters`, the dict of layers with generated weights, overrides it.
                 dict.__setitem__(holder, key, x)
 
     def _set_modes(self, modes: Sequence[bool]) -> None:

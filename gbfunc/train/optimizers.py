@@ -36,7 +36,7 @@ class OptState(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """A pair of pure functions on flat dicts of tensors, `{name: tensor}`.
+    """A pair of pure functions on dicts of tensors, `{name: tensor}`.
 
     Attributes:
         init: `(params, roles) -> state`. Raises ValueError for an unknown role, or a class that keeps numbers outside
@@ -242,7 +242,7 @@ class _Prepared(NamedTuple):
 
 
 def _prepare(group_of: Callable[..., ParamGroup], leaves: tuple[tuple[str, str | None, Any], ...]) -> _Prepared:
-    """Divide the leaves into groups, each with an optimizer. Find shapes and dtypes of the state by a step on zeros."""
+    """Divide leaves by `ParamGroup`, with one optimizer each. A step on zeros shows the state's shapes and dtypes."""
     names: dict[tuple[Any, ...], list[str]] = {}
     zeros: Params = {}
     for name, role, (shape, dtype, device) in leaves:

@@ -22,9 +22,9 @@ class StepOptions:
     Attributes:
         donate: whether the step may update the state in place, which saves memory and time. Use only the returned state
             afterwards. To keep an earlier state, copy it first with `copy.deepcopy(state)`.
-        microbatches: number of equal parts to split each batch into. Weights are generated once for all parts, and the
-            loss is the mean over the parts. In training mode, a batch norm normalises each part by the statistics of
-            the part, and updates the running statistics once per part.
+        microbatches: number of equal microbatches into which a batch is split. Weights are generated once for all
+            microbatches, and the loss is the mean of their losses. In training mode, a batch norm normalises by the
+            statistics of one microbatch, and updates the running statistics once per microbatch.
         clip_norm: maximum Euclidean norm of the genome's gradient.
         amp: `torch.bfloat16` or `torch.float16` runs the p-net under autocast; weights are generated in float32.
         lazy: whether a layer multiplies by the factors of its weight instead of the dense weight. True: whenever
@@ -51,8 +51,8 @@ class StepOptions:
         check_every: number of training steps between checks that ranks have equal states; 0 checks only the first step.
         parallel: how layers are split over the mesh's tensor axis: a style of `torch.distributed.tensor.parallel` per
             module name, as for `parallelize_module` (`gbfunc.parallel.styles.tensor_styles` makes styles). A rank
-            generates and applies its part of a weight. All ranks along the axis get the same rows. If the first layer
-            takes a sharded input, each rank gets only its part of every row.
+            generates and applies its block of a weight. All ranks along the axis get the same rows. If the first layer
+            takes a sharded input, each rank gets only a slice of every row.
         pipeline: the schedule of microbatches along the mesh's pipeline axis: torch's `"gpipe"`, `"1f1b"`,
             `"interleaved"` or `"zbv"`. All ranks along the axis get the same rows. `microbatches` must divide the
             number of rows. `torch.export` must be able to trace the loss function and the p-net.

@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ParamGroup:
-    """An optimizer class with options for some leaves. With `by_tile`, each tile's part of a leaf is its own matrix."""
+    """An optimizer class with options for some leaves. With `by_tile`, each `leaf[tile]` is a matrix of its own."""
 
     cls: Callable[..., torch.optim.Optimizer]
     lr: LearningRate

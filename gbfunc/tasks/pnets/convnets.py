@@ -131,7 +131,7 @@ class ResNet(nn.Module):
 
 
 def _normed_plan(norms: str) -> PlanOptions:
-    # Fix the norms' scales at 1: the next layers can scale instead, and the genome can have more sines.
+    # Fix the norms' scales at 1: the next layers' weights can scale the outputs, and the genome can have more sines.
     return PlanOptions(hypernet=periodic(share="shapes", frequency=2.5), rules=((norms, constant(1.0)),))
 
 

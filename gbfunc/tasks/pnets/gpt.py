@@ -89,7 +89,7 @@ def gpt(
 
 def gpt_plan(interface: Interface, width: int, genome_params: float) -> PlanOptions:
     """Return plan options for a `GPT`. All blocks share code weights. Position embeddings are generated, not direct."""
-    # In small genomes, fix the norms: the next layers can scale instead, and the genome can have more sines.
+    # In small genomes, fix the norms: the next layers' weights can scale the outputs, which leaves room for more sines.
     positions = (r"^positions\.weight$", periodic(min(*interface.inputs, width), frequency=2.5))
     plain = ((r"norm\.weight$", constant(1.0)), (r"norm\.bias$", constant(0.0)))
     rules = (positions, *(plain if genome_params < _PLAIN_NORMS else ()))

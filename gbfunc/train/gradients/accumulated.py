@@ -15,12 +15,12 @@ Split = Callable[[Any, int], list[tuple[Any, float]]]  # `(batch, number of rows
 
 
 def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Split a batch of `rows` rows into n equal microbatches. Returns `[(microbatch, number of rows)]`."""
+    """Split a batch of `rows` rows into `n` equal microbatches. Returns `[(microbatch, number of rows)]`."""
     return [(small, rows / n) for small in split_batch(batch, n)] if n > 1 else [(batch, rows)]
 
 
 def parts_of_share(n: int, splits_inputs: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Split a rank's share of a batch into at most n microbatches. Returns `[(microbatch, number of rows)]`.
+    """Split a rank's share of a batch into at most `n` microbatches. Returns `[(microbatch, number of rows)]`.
 
     With `splits_inputs` (tensor ranks divide each row), there are exactly n microbatches, and some may be empty: layers
     exchange messages in each microbatch, so all ranks need the same number of microbatches.

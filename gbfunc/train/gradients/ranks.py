@@ -32,7 +32,7 @@ SAME_STATE = "ranks must hold the same state (make it by train_step.init(seed), 
 class RankObjective(Objective):
     """Computes the loss and the gradient of a genome on a global batch, of which each rank has a share."""
 
-    splits_inputs: bool = False  # True if each tensor rank gets a part of every row, such as a part of a sequence
+    splits_inputs: bool = False  # True if each tensor rank gets a slice of every row, such as some tokens of a sequence
 
     def __init__(self, layout: Layout, strategy: Strategy, scale: float, check_every: int, proof: Proof | None) -> None:
         super().__init__(layout.plan, strategy, scale)
