@@ -28,7 +28,7 @@ Noise = Mapping[str, Params]
 _DRAWS = 8  # Maximum number of draws of a slot's leaves; leaves of a constant matrix are drawn again
 _NEWTON_STEPS = 8
 _FLAT = 1e-3  # A matrix counts as constant if removing its mean reduces the standard deviation to this fraction
-_LARGE, _MANY = 1 << 20, 64  # `moments` computes a matrix of up to _LARGE weights, or of fewer than _MANY factor columns
+_LARGE, _MANY = 1 << 20, 64  # `moments` computes matrices of up to _LARGE weights, or of under _MANY factor columns
 _SAMPLED = 64  # Statistics of a tile use a sample of at most this many rows and columns
 _RIDGE = 0.01  # e in `_interacting`, relative to the diagonal of A; a smaller e removes more of the means
 

@@ -242,7 +242,7 @@ class Past(NamedTuple):
         return shifts + torch.frexp(gain_TH * gain_TH).exponent.long().reshape(shape), (gain_TH != 0).reshape(shape)
 
     def zeros(self, part: Part, index: int, device: Any) -> Quantised:
-        """Returns `Quantised` with integers 0, to be replaced by the caller. Steps: `2^(index / 8) / sqrt(2)^shifts`."""
+        """Returns `Quantised` with integers 0, which the caller replaces. Steps: `2^(index / 8) / sqrt(2)^shifts`."""
         shifts, mask = self.shifts(part, device)
         steps = _table(shifts.device)[index - OCTAVE // 2 * shifts + _REACH]
         integers = torch.zeros(part.shape, dtype=torch.float32, device=device)
