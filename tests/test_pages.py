@@ -92,7 +92,7 @@ def changed_by(diff: str, script: str) -> str:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("i", range(-1, 6), ids="changed usual trainer transformer lightning accelerate pure".split())
+@pytest.mark.parametrize("i", range(-1, 6), ids="changed usual pure trainer transformer lightning accelerate".split())
 def test_scripts_with_loops_of_others_run(i: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     scripts = blocks(ROOT / LOOP, "python")
     script = scripts[i] if i >= 0 else changed_by(blocks(ROOT / LOOP, "diff")[0], scripts[0])
