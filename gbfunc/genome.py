@@ -46,7 +46,7 @@ def codes_of(ensemble: Ensemble, dtype: torch.dtype, device: torch.device) -> tu
 def check_genome(
     plan: Plan, genome: GenomeLike, shapes: Mapping[str, tuple[int, ...]] | None = None, *, buffers: bool = True
 ) -> None:
-    """Raise an error unless a genome has the plan's names and shapes (or `shapes`, for a rank's part of a genome)."""
+    """Raise an error unless a genome has the plan's names and shapes (or `shapes`, for a rank's rows of a genome)."""
     check_type(plan)
     _check_fields(genome)
     expected = dict(plan.leaf_shapes if shapes is None else shapes)

@@ -31,7 +31,7 @@ PLACEMENTS: tuple[Placement, ...] = ("replicated", "sharded", "factors")
 
 
 class Layout:
-    """The placement of a genome. In a step, "sharded" gathers tiles, "factors" factors, and "replicated" nothing."""
+    """The placement of a genome. In a step, ranks gather tiles ("sharded"), factors ("factors"), or nothing."""
 
     def __init__(self, plan: Plan, mesh: Mesh, placement: Placement) -> None:
         self.plan, self.mesh = plan, mesh
@@ -118,7 +118,7 @@ def _tile_bytes(plan: Plan, e: Ensemble, as_factors: bool, itemsize: int) -> int
 
 
 class Cost(NamedTuple):
-    """The bytes that a rank sends in a step, and its operations to generate weights, in forward and backward."""
+    """The bytes that a rank sends and the operations by which it generates weights, per step (forward and backward)."""
 
     bytes: float
     operations: float

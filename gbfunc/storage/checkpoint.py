@@ -93,7 +93,7 @@ class Checkpointer:
         """Copies a state and writes the copy in the background; waits only for the previous write.
 
         Args:
-            state: a `TrainState`; in distributed training, each rank passes its part of the state.
+            state: a `TrainState`; in distributed training, the rank's own state, with its rows of split leaves.
             extra: values of the training loop, such as states of generators and data loaders, saved from rank 0:
                 numbers, strings, bytes, tensors, None, and dicts, lists and tuples of supported values. A NamedTuple is
                 restored as a tuple.
@@ -177,8 +177,8 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Reads and checks a checkpoint file, or the newest valid checkpoint in a folder.
 
-    Every rank calls this function. Rank 0 reads the file, and every rank receives its part of the state. The number of
-    ranks may differ from the number that saved the checkpoint.
+    Every rank calls this function. Rank 0 reads the file, and every rank receives the state with its rows of split
+    leaves. The number of ranks may differ from the number that saved the checkpoint.
 
     Args:
         path: a folder that a `Checkpointer` writes to, or a checkpoint file. If the folder is missing or has no valid

@@ -63,11 +63,11 @@ class Position(NamedTuple):
     """The progress of a training. A checkpoint saves the progress in addition to the training's state."""
 
     steps: int  # number of finished training steps
-    order: Tensor  # state of the random generator (order of examples, noise) at the start of the current pass
+    order: Tensor  # state of the random generator (order of examples, noise) at the start of this pass over the data
     sums: dict[str, float]  # sums of each training metric over the steps since the last row of the history
     history: list[dict[str, float]]  # the rows of `Fit.history` up to now
     seconds: float  # duration up to now
-    step_seconds: float  # duration of steps and batches up to now, without validation
+    step_seconds: float  # duration of the training steps and their batches up to now, without validation
 
     @property
     def measured(self) -> int:
@@ -131,7 +131,7 @@ def dense_trainer(net: nn.Module, task: Task, recipe: Recipe) -> Trainer:
 
 
 def leaf_trainer(leaves: Iterable[Tensor], net: Net, task: Task, recipe: Recipe) -> Trainer:
-    """Make a trainer of `leaves`, trained tensors of `net`. Steps change them in place; the peak rate is `dense_lr`."""
+    """Make a trainer of `leaves`, trained tensors of `net`, which steps change in place. Peak rate: `dense_lr`."""
     leaves, schedule = list(leaves), recipe.schedule(recipe, recipe.dense_lr, total_steps(task, recipe))
     fused = {"fused": True} if "fused" in signature(recipe.optimizer).parameters else {}
     kind: Any = recipe.optimizer

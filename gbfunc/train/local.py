@@ -101,7 +101,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, _leaves(state) | new)._replace(opt=state.opt._replace(outer=outer)), info
 
     def shard(self, state: TrainState) -> TrainState:
-        """Return this rank's part of a whole state. With a state of a plain `TrainStep`, a new round begins."""
+        """Return this rank's state from the state of all ranks. With a state of a plain `TrainStep`, a round begins."""
         check_genome(self.plan, state)
         saved = state.opt
         if isinstance(saved, LocalState):
@@ -127,7 +127,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, full)._replace(opt=WholeLocalState(local.start, local.outer, ranks))
 
     def fitted(self, tensors: Params) -> Params:
-        """Give each rank r of this mesh the tensors that rank r mod n saved, if n ranks saved the state."""
+        """Give rank r of this mesh the tensors of rank r mod n of the n ranks whose state was saved."""
         if not any(name.startswith(_RANKS) for name in tensors):
             raise ValueError("it is from a training without local steps: load it without local_steps=, then shard it")
         index = torch.arange(self.mesh.world)

@@ -103,7 +103,7 @@ class TrainStep:
         """Create a new state. The same seed gives the same genome for any mesh and placement.
 
         Without `genome`, direct parameters and buffers start with the values of the p-net or, on a mesh, of rank 0's
-        p-net. All ranks of a mesh must call this method. If the mesh splits the genome, each rank gets its own part.
+        p-net. All ranks of a mesh must call this method. If the mesh splits the genome, each rank gets its own tiles.
 
         Args:
             seed: seed of the g-nets' initial parameters, of dropout and of noise: 0 <= seed < 2**63.
@@ -148,7 +148,7 @@ class TrainStep:
         return {**self._optimizer.settings, "clip_norm": self._options.clip_norm}
 
     def shard(self, state: TrainState) -> TrainState:
-        """Return this rank's part of a whole state, or the whole state if the genome is not split."""
+        """Return this rank's rows of the split leaves of a whole state, or the whole state if no leaf is split."""
         return shard_state(self._layout, state)
 
     def gather(self, gnet_params: TrainState) -> TrainState:

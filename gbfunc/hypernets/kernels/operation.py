@@ -27,7 +27,7 @@ class Operation(NamedTuple):
     """A function of tensors with a definition in PyTorch, and with faster forward and backward passes.
 
     `run(*inputs)` computes `definition(*inputs)`. `pull(*output_gradients, *inputs)` returns gradients of all inputs
-    after the first `constants` ones. If compiled code cannot read a tensor, or `pull` is None, the definition is used.
+    except the first `constants` inputs. If compiled code cannot read a tensor, or `pull` is None, `definition` is used.
     """
 
     definition: Callable[..., Tensors]
@@ -41,7 +41,7 @@ class Operation(NamedTuple):
         return _Function.apply(self, *inputs)
 
     def gradient(self, outputs: int) -> Operation:
-        """Return the backward pass as an operation. Its inputs: the gradients of the `outputs` outputs, all inputs."""
+        """Return the backward pass as an operation on the gradients of the `outputs` outputs, and all of `inputs`."""
         first = outputs + self.constants
 
         def definition(*tensors: Tensor) -> Tensors:
