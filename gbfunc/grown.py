@@ -37,7 +37,7 @@ def materialize(
             different network. Without noise, weights are mean weights.
 
     An adapter's delta of a quantized layer, which hides its weight, stays factored; `factored=False` then warns.
-    Outputs differ by rounding from the outputs of a `GenomeModule`, for example by up to 1e-6 in float32.
+    Outputs may differ by rounding from the outputs of a `GenomeModule`: in float32, by about 1e-6 of their size.
 
     Raises:
         TypeError: if `pnet` is missing, or if the pair that `gb.load` returns is passed as a single argument.
