@@ -322,7 +322,7 @@ TYPES: dict[str, type[Encoding]] = {t.type: t for t in (Binary, Gray, OneHot, Gr
 ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(TYPES)
 """Read-only view of all types of encoding by name. `gb.register` adds types."""
 
-UNKNOWN = "register other classes by gb.register"
+UNKNOWN = "register other classes by gb.register; commands: pass --pnet module:function of the file that does"
 
 
 def encoding_from_json(data: dict[str, Any]) -> Encoding:

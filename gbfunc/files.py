@@ -23,6 +23,8 @@ def replace_file(path: Path, data: bytes) -> None:
     path = Path(os.path.realpath(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(f"{path} must be a regular file, got a device or a pipe, which writing would replace")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"no such folder: {path.parent}; expected a folder for {path.name}: make it first")
     # Shorten the name, because file systems limit names to 255 bytes.
     temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
     try:
@@ -36,8 +38,8 @@ def replace_file(path: Path, data: bytes) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # The error of a full disk does not name the file
+        if isinstance(error, OSError):
+            error.filename = str(path)  # The error names the temporary file, or, if the disk is full, no file
         raise
     # Flush the folder too, so that the new name is on disk. Ignore errors: some systems cannot open or flush folders.
     with contextlib.suppress(OSError):

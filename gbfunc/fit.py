@@ -181,7 +181,11 @@ def fit_genome(
 
 def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float) -> Params:
     if isinstance(tiles.constants.hypernet, LowRank) and not tiles.constants.hypernet.shares:
-        return _best_factors(tiles.target_Trc, tiles.constants.hypernet.known_size)
+        # Compute the best rank-k factors of tiles, of equal norms (Eckart and Young, 1936).
+        u, s, vh = torch.linalg.svd(tiles.target_Trc, full_matrices=False)
+        rank, pairs = tiles.constants.hypernet.known_size, (("left", u), ("right", vh.mT))
+        more = max(0, rank - s.shape[-1])
+        return {k: nn.functional.pad((x * s.sqrt()[:, None])[..., :rank], (0, more)).contiguous() for k, x in pairs}
     leaves = tiles.solve({k: v.detach().clone() for k, v in leaves.items()})
     first = float(tiles.loss(leaves))
     trained = {k: v.clone().requires_grad_() for k, v in leaves.items()}
@@ -196,14 +200,6 @@ def _fitted(tiles: _Tiles, leaves: Params, steps: int, lr: float) -> Params:
     fitted = tiles.solve({k: v.detach() for k, v in trained.items()})
     # Keep the solution from before Adam if its error is smaller: near an optimum, Adam's first steps harm.
     return fitted if float(tiles.loss(fitted)) < first else leaves
-
-
-def _best_factors(tiles_Trc: Tensor, rank: int) -> Params:
-    """Compute the best rank-k factors of tiles, [T, r, k] and [T, c, k], of equal norms (Eckart and Young, 1936)."""
-    u, s, vh = torch.linalg.svd(tiles_Trc, full_matrices=False)
-    more = max(0, rank - s.shape[-1])
-    left, right = u * s.sqrt()[:, None], vh.mT * s.sqrt()[:, None]
-    return {k: nn.functional.pad(x[..., :rank], (0, more)).contiguous() for k, x in (("left", left), ("right", right))}
 
 
 def _tensors_of(plan: Plan, trained: nn.Module | TensorMap) -> Params:

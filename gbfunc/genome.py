@@ -17,7 +17,7 @@ from gbfunc.hypernets.ensemble import Constants, Evaluation, dense_tiles, is_exp
 from gbfunc.layers.beside import hidden_layers
 from gbfunc.layers.kinds import DELTA, KINDS
 from gbfunc.plan import Ensemble, Plan
-from gbfunc.pnet.describe import ParameterInfo, check_pnet, named_tensors, parameter_infos
+from gbfunc.pnet.describe import ParameterInfo, check_pnet, named_tensors, order_of_arguments, parameter_infos
 from gbfunc.tiling import TileGrid
 from gbfunc.trees import BUFFERS, DIRECT, GNET, TensorSpec, compare_trees, flat_genome, flatten_tree, like_genome
 from gbfunc.types import Factors, Genome, GenomeLike, GNets, Params, dtype_name
@@ -81,10 +81,11 @@ def _check_fields(genome: GenomeLike) -> None:
 
 
 def _wrong_type(expected: str, got: Any) -> TypeError:
-    """Return the error for an argument `got` of the wrong type, with advice on the right argument."""
-    cure = "the order of arguments is path, plan, genome, p-net"
+    cure = order_of_arguments()
     if hasattr(got, "to_genome"):
         cure = "pass module.plan and module.to_genome()"
+    elif isinstance(got, Mapping):
+        cure = "a state dict of a dense network is no genome; pass module.to_genome() of a gb.GenomeModule"
     elif isinstance(got, str | os.PathLike | tuple) and not hasattr(got, "gnets"):
         cure = f"write plan, genome = gb.load(path); {cure}"
     return TypeError(f"expected {expected}, got a {type(got).__name__}: {cure}")
@@ -94,17 +95,13 @@ def check_plan(plan: Plan, pnet: nn.Module) -> None:
     """Raise ValueError if the plan was made for another p-net, or if the p-net is wrapped (DDP, FSDP, compiled)."""
     check_type(plan)
     check_pnet(pnet)
-    found = {name: tuple(x.shape) for name, x in named_tensors(pnet)}
-    expected = {t.name: t.shape for t in plan.tensors} | {b.name: b.shape for b in plan.buffers}
+    found = {name: TensorSpec(tuple(x.shape)) for name, x in named_tensors(pnet)}
+    expected = {x.name: TensorSpec(x.shape) for x in (*plan.tensors, *plan.buffers)}
     if plan.base is not None:
-        found |= {
-            f"{k}.{DELTA}".lstrip("."): (getattr(m, "out_features", 0), m.in_features) for k, m in hidden_layers(pnet)
-        }
-        found = {k: shape for k, shape in found.items() if k in expected}
-    if found != expected:
-        names = [k for k in sorted(found.keys() | expected.keys()) if found.get(k) != expected.get(k)]
-        pairs = "; ".join(f"{k}: expected {expected.get(k)}, got {found.get(k)}" for k in names)
-        raise ValueError(f"the plan was made for another p-net ({pairs}): pass that p-net, or make a new plan")
+        for k, m in hidden_layers(pnet):
+            found[f"{k}.{DELTA}".lstrip(".")] = TensorSpec((getattr(m, "out_features", 0), m.in_features))
+        found = {k: spec for k, spec in found.items() if k in expected}
+    compare_trees(expected, found, "the plan was made for another p-net: pass that p-net, or make a new plan")
     cast = {k: dtype_name(p.dtype) for k, p in pnet.named_parameters()} if plan.base is None else {}
     if other := [t for t in plan.generated if cast.get(t.name, t.dtype) != t.dtype]:
         name, dtype = other[0].name, other[0].dtype

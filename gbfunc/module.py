@@ -96,7 +96,7 @@ class GenomeModule(nn.Module):
     _stated: type[GenomeModule]
     _pnet_class: type[nn.Module]
 
-    def __new__(cls: type[Self], plan: Any = None, pnet: Any = None, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls: type[Self], plan: Any = None, pnet: Any = None, genome: Any = None, **options: Any) -> Self:
         """Copy the p-net, and give the copy a class that inherits from this class and the p-net's class."""
         if pnet is None:
             return super().__new__(cls)  # pyright: ignore[reportArgumentType]

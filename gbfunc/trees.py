@@ -32,7 +32,7 @@ def differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def spec_of(x: Tensor) -> TensorSpec:
+def spec_of(x: Tensor | TensorSpec) -> TensorSpec:
     """Return the shape, dtype and device of a tensor."""
     return TensorSpec(tuple(x.shape), x.dtype, x.device)
 
@@ -97,7 +97,7 @@ def like_genome(flat: Params, genome: GenomeLike) -> Any:
     return genome._replace(gnets=gnets, direct=direct)
 
 
-def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Tensor], what: str) -> None:
+def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str, Any], what: str) -> None:
     """Raise ValueError if names, shapes, dtypes or devices of tensors differ from `expected`.
 
     The message begins with `what`. If an entry of `expected` is a tensor, not a `TensorSpec`, devices may differ.
@@ -121,7 +121,7 @@ def compare_trees(expected: Mapping[str, Tensor | TensorSpec], got: Mapping[str,
         raise ValueError(f"{what}: {', '.join(found)}")
 
 
-def _some(items: list[str], most: int = 8) -> str:
+def _some(items: list[str], most: int = 3) -> str:
     return f"{items[:most]}" + (f" and {len(items) - most} more" if len(items) > most else "")
 
 

@@ -20,10 +20,11 @@ STEP = gb.make_train_step(
     PLAN, PNET, lambda net, x: net(x).square().mean(), gb.torch_optimizer(torch.optim.SGD, lr=0.1)
 )
 A_PLAN, A_GENOME, A_STEP, A_MODULE = "of gb.make_plan", "a Genome or", "of gb.make_train_step", "must be an nn.Module"
+ORDER, SGD = "the order of arguments is ", torch.optim.SGD(PNET.parameters())
 X: Any = None
 api: Any = gb
 SWAPPED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "make_plan": (lambda path: api.make_plan(gb.periodic(2), PNET), A_MODULE),
+    "make_plan": (lambda path: api.make_plan(gb.periodic(2), PNET), f"got Periodic: {ORDER}pnet, hypernet$"),
     "init_genome": (lambda path: api.init_genome(PNET, PLAN), A_PLAN),
     "fit_genome": (lambda path: api.fit_genome(PNET, PLAN), A_PLAN),
     "export a genome": (lambda path: api.export(path, GENOME, PLAN, PNET, X), A_PLAN),
@@ -34,10 +35,14 @@ SWAPPED: dict[str, tuple[Callable[[Any], object], str]] = {
     "Checkpointer of a plan": (lambda path: api.Checkpointer(path, PLAN), A_STEP),
     "load_checkpoint": (lambda path: api.load_checkpoint(STEP, path, X), A_STEP),
     "save without a path": (lambda path: api.save(PLAN, path, GENOME), A_PLAN),
-    "save": (lambda path: api.save(path, GENOME, PLAN), A_PLAN),
+    "save": (lambda path: api.save(path, GENOME, PLAN), f"{ORDER}path, plan, genome, dtype, metadata$"),
+    "save a p-net": (lambda path: api.save(path, PLAN, PNET.state_dict()), r"no genome; pass module.to_genome\(\)"),
+    "save metadata": (lambda path: api.save(path, PLAN, GENOME, {"a": 1}), "write metadata={'a': 1}"),
+    "GenomeModule": (lambda path: api.GenomeModule(PNET, PLAN), f"{ORDER}plan, pnet, genome"),
+    "torch_optimizer": (lambda path: api.torch_optimizer(SGD, lr=0.1), "got an object of SGD: pass torch.optim.Adam$"),
     "flatten": (lambda path: api.flatten(PLAN), A_GENOME),
     "generate": (lambda path: api.generate(GENOME, PLAN), A_PLAN),
-    "materialize": (lambda path: api.materialize(GENOME, PLAN, PNET), A_PLAN),
+    "materialize": (lambda path: api.materialize(GENOME, PLAN, PNET), f"{ORDER}plan, genome, pnet$"),
     "materialize_many": (lambda path: api.materialize_many(GENOME, PLAN, PNET), A_PLAN),
     "merge_genomes": (lambda path: api.merge_genomes(PLAN, GENOME, PNET), r"got a genome: write \[genome\]"),
     "init": (lambda path: STEP.init(api.init_genome(PLAN, PNET)), "got a genome: write genome=genome"),

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+import gbfunc as gb
 from gbfunc.cli import main
+from gbfunc.hypernets import TYPES
+from gbfunc.tasks.pnets.base import import_factory
 
 BAD = """import json
 import torch
@@ -63,6 +66,29 @@ def test_errors_in_own_code_say_where(
     monkeypatch.delitem(sys.modules, "bad_code", raising=False)
     assert main(["train", *options, "--genome-params", "300", "--steps", "2"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(words)
+
+
+TYPE = """import gbfunc as gb, torch.nn as nn
+@gb.register
+class Mine(type(gb.periodic())):
+    type = "mine"
+net = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+"""
+
+
+def test_commands_read_files_with_own_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own_type.py").write_text(TYPE)
+    net = import_factory("own_type:net", "a network")()
+    plan = gb.make_plan(net, TYPES["mine"](features=3))  # pyright: ignore[reportCallIssue]
+    gb.save("a", plan, gb.init_genome(plan, net), metadata={"task": "digits"})
+    gb.save("b", plan, gb.init_genome(plan, net), metadata={"task": "digits", "pnet": "own_type:net"})
+    for argv in (["eval"], ["export", "--out", "dense.safetensors"]):
+        del TYPES["mine"], sys.modules["own_type"]
+        assert "pass --pnet module:function of the file that does" in command([*argv, "--genome", "a"], 2).err
+        assert "if you trust it, pass --pnet own_type:net" in command([*argv, "--genome", "b"], 2).err
+        assert main([*argv, "--genome", "b", "--pnet", "own_type:net"]) == 0
+    del TYPES["mine"], sys.modules["own_type"]
 
 
 OWN = """from dataclasses import dataclass, replace

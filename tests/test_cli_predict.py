@@ -158,10 +158,7 @@ def test_inputs_that_are_none(name: str, genome: str, tmp_path: Path, capsys: py
 
 IMAGES = {"interface": [[1, 8, 8], 10]}
 BAD_METADATA: dict[str, tuple[dict[str, Any], str]] = {
-    "none": (
-        {"task": ""},
-        "does not say its task: pass --task NAME --pnet NAME, or write them by gb.save(..., metadata=...)",
-    ),
+    "none": ({"task": ""}, "does not say its task: pass --task NAME --pnet NAME, or write them by gb.save(..., meta"),
     "no task": ({"task": "", "pnet": "os:x"}, "does not say its task: pass --task NAME --pnet os:x"),
     "no pixels": ({}, "lacks mean and std of digits's pixels: gb.save"),
     "another p-net": ({"pnet_config": {"hidden": [47]}}, "does not fit the p-net; it needs the same --pnet and"),

@@ -12,8 +12,8 @@ from tests.test_cli import SMALL
 OPTIONS = [
     # The parser
     ("train --epochs x", "error: --epochs must be INT, got 'x'"),
-    ("train --epoch 3", "Unrecognized options: --epoch, 3 (did you mean --epochs?): see gbfunc train --help"),
-    ("train --genome-size 9", "--genome-size, 9 (did you mean --genome-bytes or --genome-params"),
+    ("train --epoch 3", "Unrecognized options: --epoch (did you mean --epochs?): see gbfunc train --help"),
+    ("train --genome-size 9", "options: --genome-size (did you mean --genome-bytes or --genome-params"),
     ("train --hypernet foo", "invalid choice 'foo' for argument '--hypernet'"),
     ("train --out=", "--out needs a value, got ''"),
     ("eval a.genome", "Missing from gbfunc eval: --genome FILE (got 'a.genome' without the name of an option): see"),
@@ -37,6 +37,7 @@ OPTIONS = [
     ("train --data-dir .", "the task digits reads no files (it has no parameter data_dir), got .: leave it out"),
     ("train --task nope", "no task 'nope': choose one of"),
     ("train --task mnist", "the mnist task needs --data-dir: the folder with its four IDX .gz files"),
+    ("train --task mnist --data-dir /", "expected four IDX .gz files in /, got none: pass --data-dir FOLDER"),
     ("train --task trec --data-dir /", "/train.txt"),
     ("train --out /proc/x", "--out must be a folder for writing, got /proc/x (No such file or directory)"),
     ("train --task no.such.module:task", "cannot import no.such.module"),
@@ -129,10 +130,7 @@ def test_genomes_that_do_not_fit(tmp_path: Path, shared_data: Path, command: Any
         (["eval", *genome, "--pnet-config", json.dumps({"hidden": [47]})], other),
         (["export", *genome, "--out", str(path.parent / "." / path.name)], "must differ from the genome's file, got"),
         (["export", *genome, "--out", str(tmp_path / "a" / "net.unknown")], "got the suffix '.unknown'; gbfunc export"),
-        (
-            ["export", *genome, "--out", str(path.parent / "metrics.json" / "net.onnx")],
-            "must be a folder for writing",
-        ),
+        (["export", *genome, "--out", str(path.parent / "metrics.json" / "net.onnx")], "must be a folder for writing"),
         (["export", *genome, "--out", str(path.parent)], "must be a file, got the folder"),
     ):
         told = command(argv, 2)

@@ -95,7 +95,7 @@ def test_only_new_rows_are_trained_and_stored(tied: bool, tmp_path: Path) -> Non
     other = gb.materialize(*gb.load(tmp_path / "a.safetensors"), llama(tied=tied, grown_by=2, seed=1))
     torch.testing.assert_close(other(TOKENS).logits, module(TOKENS).logits, rtol=1e-10, atol=1e-12)
     assert torch.equal(other.get_parameter(EMBEDDING)[:-2], net.get_parameter(EMBEDDING)[:-2])
-    with pytest.raises(ValueError, match="another p-net .*51, 16"):
+    with pytest.raises(ValueError, match="another p-net: .*51, 16"):
         gb.materialize(plan, module.to_genome(), llama(tied=tied, grown_by=1))
     with pytest.raises(ValueError, match="have new rows, and a LoRA adapter adds to rows that the base has"):
         gb.save_lora(tmp_path, plan, module.to_genome(), net)

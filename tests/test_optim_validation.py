@@ -160,7 +160,7 @@ def schedule_error(**changed: Any) -> Callable[[], Any]:
         (schedule_error(cycle_momentum=True), ValueError, "only the learning rate"),
         (options_error(cls=torch.optim.LBFGS), ValueError, "LBFGS.*closure"),
         (options_error(cls=torch.optim.Optimizer), TypeError, "must be a subclass of torch.optim.Optimizer"),
-        (options_error(cls="adam"), TypeError, "subclass of torch.optim.Optimizer, got 'adam'"),
+        (options_error(cls="adam"), TypeError, "Optimizer, got an object of str: pass torch.optim.Adam"),
         (options_error(lr=-1.0), ValueError, "lr must be finite and >= 0, got -1.0"),
         (options_error(lr="fast"), TypeError, "lr of all leaves must be a number or a function"),
         (options_error(lr=lambda step: -1.0), ValueError, "got -1.0 at step 0"),

@@ -52,6 +52,8 @@ def test_rows_are_the_parts(name: str, dtype: str | None) -> None:
 def test_without_a_genome_codes_are_the_most_that_they_can_be() -> None:
     plan = gb.make_plan(nn.Linear(80, 70), gb.periodic(9))
     assert " at most " in plan.report("int6") and " at most " not in plan.report("float16")
+    wide = gb.make_plan(nn.Sequential(nn.Linear(80, 70), nn.BatchNorm1d(400)), genome_bytes=5_500)
+    assert "warning      buffers take 3,208 of 5," in wide.report() and "buffers take" not in plan.report()
     zeros = gb.Genome(
         {e.name: {k: torch.zeros(s) for k, s in e.shapes.items()} for e in plan.ensembles},
         {"bias": torch.zeros(70)},

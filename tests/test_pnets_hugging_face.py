@@ -144,7 +144,7 @@ def test_places_of_networks(network: Path, tmp_path: Path, monkeypatch: pytest.M
     _ = [(tmp_path / name).write_bytes(b"GGUF") for name in ("a.gguf", "b.gguf")]  # one too many
     for name, message in (
         (str(tmp_path / "no"), "no such folder or Python package"),
-        ("no_such_package", "no such folder or Python package"),
+        ("no_such_package", "with a pretrained network: no_such_package: installed packages: "),
         (str(tmp_path), "must hold config.json and model.*safetensors .*, or one .gguf file"),
     ):
         with pytest.raises(FileNotFoundError, match=message):

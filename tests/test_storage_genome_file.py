@@ -100,7 +100,7 @@ def test_numbers_beyond_a_dtype_are_not_saved(genuine: Genuine, tmp_path: Path) 
     genome, path = copy_tree(genuine.genome), tmp_path / "g"
     bias, leaf = genome.direct["0.bias"], next(iter(next(iter(genome.gnets.values())).values()))
     bias.copy_(torch.linspace(-2e-8, 2e-8, len(bias)))
-    with pytest.warns(UserWarning, match="'direct/0.bias' holds 2e-08, too small a number for torch.float16, in which"):
+    with pytest.warns(UserWarning, match="every number in 'direct/0.bias' is too small a number for torch.float16"):
         gb.save(path, genuine.plan, genome, "float16")
     assert not gb.load(path)[1].direct["0.bias"].any()
     for values, x, words in ((1e6, bias, r"1e\+06, too large a number"), (2e-8, leaf, "2e-08, too small a number")):
@@ -108,7 +108,7 @@ def test_numbers_beyond_a_dtype_are_not_saved(genuine: Genuine, tmp_path: Path) 
         with pytest.raises(ValueError, match=f"holds {words} for torch.float16"):
             gb.save(tmp_path / "h", genuine.plan, genome, "float16")
         bias.zero_()
-    bias[:2] = torch.tensor([2e-8 * 2**11, 2e-8])
+    bias[:2] = torch.tensor([1e-7, 2e-8])
     gb.save(path, genuine.plan, genuine.genome._replace(direct=genome.direct), "float16")
     assert not (tmp_path / "h").exists()
 
@@ -134,7 +134,7 @@ def test_a_failed_write_leaves_the_old_file(genuine: Genuine, tmp_path: Path) ->
 def test_paths_that_cannot_be_written_leave_nothing(genuine: Genuine, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    for path, words in (("folder", "directory"), ("missing/g", "No such file"), ("pipe", "must be a regular file")):
+    for path, words in (("folder", "directory"), ("missing/g", "^no such folder"), ("pipe", "must be a regular file")):
         with pytest.raises(OSError, match=words):
             gb.save(tmp_path / path, genuine.plan, genuine.genome)
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"] and os.listdir(tmp_path / "folder") == []

@@ -64,7 +64,6 @@ def read_genome(
 ) -> tuple[gb.Plan, Task, nn.Module]:
     """Read plan, task and network from a file. With `bare`, load no data of the task if the file describes inputs."""
     said = said_by(path)
-    plan, genome = gb.load(path)
     if task is None:
         described = bare and data.data_dir is None and "interface" in said
         data = _described(path, data, said, described)
@@ -75,6 +74,8 @@ def read_genome(
             if None not in (in_file, in_data) and in_file != in_data:
                 words = words.format(in_file, in_data)
                 raise ValueError(f"{path} has {words}: --data-dir must name data with the same ones")
+    # Load the genome after the task: the modules of --pnet and --task may register types of g-nets.
+    plan, genome = gb.load(path)
     # The seed initializes a base without pretrained weights. The limit protects the memory from a malicious file.
     with AtMost(32 * (plan.pnet_params + plan.buffer_bytes) + (1 << 26)):
         net = task.build(getattr(data, "seed", 0))
@@ -138,7 +139,7 @@ def _network(path: Path, plan: gb.Plan, genome: gb.Genome, pnet: nn.Module) -> n
     except ValueError as error:
         if plan.base is None:
             cure = "the same --pnet and --pnet-config as in its training"
-            raise ValueError(f"{path} does not fit the p-net; it needs {cure}: {error!s:.200}") from error
+            raise ValueError(f"{path} does not fit the p-net; it needs {cure}: {error}") from error
         named = plan.base.name or f"a network of {plan.base.params:,} parameters"
         raise ValueError(f"{path} is an adapter of {named}, the base that --pretrained must name: {error}") from error
 
@@ -221,8 +222,7 @@ def run_predict(options: Predict) -> None:
         raise ValueError(f"{options.genome} must name {task.interface.outputs} classes, got {names!r}")
     for path in options.inputs:
         for name, x in _texts(path, task) if task.interface.vocabulary else _images(path, task, said):
-            probabilities_K = logits_of(net(x[None]))[0].softmax(0)
-            best = probabilities_K.topk(min(options.top, len(names)))
+            best = logits_of(net(x[None]))[0].softmax(0).topk(min(options.top, len(names)))
             ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             print("\t".join([name, *(f"{printable(str(names[k]))}\t{value:.4f}" for k, value in ranked)]), flush=True)
 

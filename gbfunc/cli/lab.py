@@ -40,9 +40,10 @@ def run_bench(options: Bench) -> None:
         return
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {options.device}")
-    on_cuda = device.type == "cuda"
     setting = Setting(device, options.threads or torch.get_num_threads())
-    benches = choose(cases.BENCHES["quick" if options.quick else "cuda" if on_cuda else "full"], options.cases)
+    benches = choose(
+        cases.BENCHES["quick" if options.quick else "full" if device.type == "cpu" else "cuda"], options.cases
+    )
     with open_folder(options.out) as folder:
         visit = 0.02 if options.quick else 0.1
         print_results(measure(benches, setting, folder, visit=visit, repeat=options.repeat))

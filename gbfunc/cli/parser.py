@@ -43,7 +43,7 @@ def parse(argv: Sequence[str]) -> Any:
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        words = _reason(message.getvalue())
+        words = re.sub(r"(Unrecognized options: --[\w-]+), [^-]\S*", r"\1", _reason(message.getvalue()))
         if words.startswith("Missing from") and argv[1:] and argv[1][0] != "-":
             words += f" (got {argv[1]!r} without the name of an option)"
         if "did you mean" not in words and (option := re.match(r"Unrecognized options: (--[\w-]+)", words)):

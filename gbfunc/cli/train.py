@@ -170,8 +170,7 @@ class Meter:
 
     def metrics(self, train_step: TrainStep, job: Job, steps_per_second: float) -> dict[str, object]:
         mesh, steps, task = train_step.mesh, max(1, self.steps), job.task
-        on_cuda = mesh.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(mesh.device) if on_cuda else peak_resident()
+        peak = torch.cuda.max_memory_allocated(mesh.device) if mesh.device.type == "cuda" else peak_resident()
         ranks = gather_objects(mesh, (dict(self.sent), peak))
         axes = [name for name in (*mesh.sizes, "replicas", "world") if any(name in sent for sent, _ in ranks)]
         examples = steps_per_second * job.recipe.batch_size
@@ -222,8 +221,7 @@ def fitted(job: Job, teacher: nn.Module | None, measured: Mapping[str, float], s
     except ValueError:
         # The teacher's architecture is not that of the p-net, or the plan has no weights that can be fitted.
         return None
-    net = gb.materialize(plan, genome, job.pnet).eval()
-    reached = task.measured(net, task.val)[metric.name]
+    reached = task.measured(gb.materialize(plan, genome, job.pnet).eval(), task.val)[metric.name]
     helps = reached - least > 0.5 * (most - least)
     words = f"a genome fitted to the teacher's weights has validation {metric.label} {metric.show(reached)}"
     tell(f"{words}: training begins from {'this genome' if helps else 'random g-nets'}")

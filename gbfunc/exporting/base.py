@@ -90,7 +90,6 @@ def export_module(
     path: str | os.PathLike[str], net: nn.Module, example: Any = None, to: str | None = None, **options: Any
 ) -> Exported:
     """Write a network with dense weights to a file, in evaluation mode; options and errors are those of `export`."""
-    options = {"dynamic_shapes": AUTO, "check": True, **options}
     return _write(Path(path), _kind(Path(path), to), ready(net), net, example, **options)
 
 
@@ -115,7 +114,7 @@ def ready(net: nn.Module) -> nn.Module:
 
 
 def _write(
-    path: Path, kind: str, net: nn.Module, like: nn.Module, example: Any, dynamic_shapes: Any, check: bool
+    path: Path, kind: str, net: nn.Module, like: nn.Module, example: Any, dynamic_shapes: Any = AUTO, check: bool = True
 ) -> Exported:
     if kind == SAFETENSORS:
         # A tied weight is written once per name, as in `state_dict()`.

@@ -100,12 +100,16 @@ def trace(net: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Traced:
     try:
         # Call the p-net before tracing, because some p-nets fill caches. Then restore buffers that the call changed.
         with torch.no_grad():
-            outputs = net(*args, **kwargs)
+            outputs = net(*inputs.args, **inputs.kwargs)
+    except Exception as error:  # A forward may raise any exception
+        shown, why = [list(x.shape) for x in inputs.tensors], " ".join(str(error).split())[:300]
+        raise ValueError(f"the p-net cannot read the example, of shapes {shown}: {why}") from error
+    try:
         for path, name, x in buffers:
             setattr(net.get_submodule(path), name, values[id(x)])
         with torch.no_grad(), quiet():
             program = export(net, args, kwargs, dynamic_shapes=shapes)
-    except Exception as error:  # A forward may raise any exception
+    except Exception as error:
         hint = "; dynamic_shapes=None keeps the example's shapes" if dynamic_shapes is not None else ""
         raise ValueError(f"torch.export cannot trace the p-net: {' '.join(str(error).split())[:300]}{hint}") from error
     for node in program.graph.nodes:

@@ -107,8 +107,7 @@ def client_app(
     def measure(config: Mapping[str, Any], arrays: ArrayRecord, data: Data, context: Context) -> dict[str, Any]:
         if evaluate is None:
             raise ValueError("this client does not evaluate: pass client_app(evaluate=), or fraction_evaluate=0")
-        net = materialize(plan, wire.genome(wire.unpack(arrays)), pnet).eval()
-        return {METRICS: evaluate(net, data)}
+        return {METRICS: evaluate(materialize(plan, wire.genome(wire.unpack(arrays)), pnet).eval(), data)}
 
     def answers(handle: Callable[..., dict[str, Any]]) -> Callable[[Message, Context], Message]:
         def answer(message: Message, context: Context) -> Message:

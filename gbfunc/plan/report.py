@@ -57,6 +57,9 @@ def report(plan: Any, dtype: Stored | None, genome: GenomeLike | None, metadata:
     lines += [f"left out     {name}: {why}" for name, why in plan.left_out.items()]
     if plan.target:
         lines.append(f"asked for    {plan.target}")
+    buffers = sum(n_bytes.get(b.name, 0) for b in plan.buffers)
+    if "bytes" in plan.target and 2 * buffers > (size := sum(n_bytes.values())):
+        lines.append(f"warning      buffers take {buffers:,} of {size:,} bytes: ask for more, or pass stored='auto'")
     if poor := _poor(plan):
         lines.append(f"warning      {', '.join(poor)}: too few tiles to learn well; choose gb.periodic() or more tiles")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -43,6 +44,14 @@ class ParameterInfo(NamedTuple):
     attribute: str
 
 
+def order_of_arguments() -> str:
+    """Return advice that lists the arguments of the function of gbfunc that the user called, for an error message."""
+    frame, names = inspect.currentframe(), ()
+    while frame is not None and frame.f_globals["__name__"].startswith("gbfunc."):
+        names, frame = frame.f_code.co_varnames[: frame.f_code.co_argcount], frame.f_back
+    return f"the order of arguments is {', '.join(name for name in names if name not in ('self', 'cls'))}"
+
+
 def check_pnet(pnet: nn.Module) -> None:
     """Check that a module can be a pure function of its parameters and buffers.
 
@@ -52,7 +61,7 @@ def check_pnet(pnet: nn.Module) -> None:
             parameter has a hook, or shares memory with another tensor or attribute. The message says what to change.
     """
     if not isinstance(pnet, nn.Module):
-        raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}")
+        raise TypeError(f"the p-net must be an nn.Module, got {type(pnet).__name__}: {order_of_arguments()}")
     for name, module in pnet.named_modules():
         for base in (cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS):
             # Allow a scripted module without tensors, because the module needs no generated weights.

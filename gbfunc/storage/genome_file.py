@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ def save(
 
     Returns:
         Number of bytes written. Equal arguments give equal files. A warning is issued if `load` will need `max_params`,
-        or if `dtype` rounds a small number of a direct parameter to 0.
+        or if `dtype` rounds all numbers of a direct parameter to 0.
 
     Raises:
         ValueError: if the genome does not fit the plan, or has a value that is not finite, too large for `dtype` or, in
@@ -65,6 +65,8 @@ def save(
         OSError: if the file cannot be written; a previous file is intact.
     """
     check_genome(plan, genome)
+    if isinstance(dtype, Mapping):
+        raise TypeError(f"dtype must be a name such as 'float16', got {dtype}: write metadata={dtype}")
     dtype = plan.default_dtype() if dtype is None else dtype
     name = None if dtype is None else stored_as(dtype)
     if name == AUTO and not isinstance(dtype, Steps):
@@ -245,12 +247,13 @@ def _check_range(name: str, size: Tensor, stored: Tensor) -> None:
         raise ValueError(f"{name!r} holds {float(size.max()):g}, too large a number for {stored.dtype}")
     # Numbers smaller than the rounding error of the leaf's largest number may become 0.
     lost = size[(stored == 0) & (size > torch.finfo(stored.dtype).eps / 2 * size.amax())] if size.numel() else size
-    if lost.numel():
-        words = f"{name!r} holds {float(lost.max()):g}, too small a number for {stored.dtype}"
-        if not name.startswith(DIRECT):
-            raise ValueError(f"{words}: it would be 0; dtype='bfloat16' holds smaller ones")
-        # Only warn: biases of attention keys may be as tiny as that, because their exact gradients are 0.
-        warnings.warn(f"{words}, in which it is 0; dtype='bfloat16' holds smaller ones", UserWarning, stacklevel=3)
+    words, cure = f"too small a number for {stored.dtype}: it would be 0", "dtype='bfloat16' holds smaller ones"
+    if lost.numel() and not name.startswith(DIRECT):
+        raise ValueError(f"{name!r} holds {float(lost.max()):g}, {words}; {cure}")
+    # Only warn: biases of attention keys may be as tiny as that, because their exact gradients are 0. Python shows
+    # equal words once, so leave out the values, which differ from checkpoint to checkpoint.
+    if lost.numel() and not bool(stored.any()):
+        warnings.warn(f"every number in {name!r} is {words}; {cure}", UserWarning, stacklevel=3)
 
 
 def _check_values(flat: TensorMap, what: str) -> None:

@@ -152,23 +152,18 @@ def _config(base: Base, pnet: nn.Module, ranks: Mapping[str, int], saved: list[s
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
     # peft uses the first key of `rank_pattern` that matches the end of a layer's name: use keys for full names only.
     patterns = {f"^{re.escape(layer)}": rank for layer, rank in ranks.items() if rank != usual}
-    layers = [pnet.get_submodule(layer) for layer in ranks]
+    names = [name for name, _ in pnet.named_modules(remove_duplicate=False) if name not in ranks]
+    inside = tuple(f"{module}." for module in saved)
+    clash = any(n.endswith(f".{layer}") for n in names if not f"{n}.".startswith(inside) for layer in ranks)
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": base.name or None,
         "revision": base.revision or None,
-        "target_modules": _targets(pnet, ranks.keys(), saved),
+        "target_modules": "|".join(map(re.escape, ranks)) if clash else [*ranks],
         "modules_to_save": saved or None,
         "r": usual,
         "lora_alpha": usual,
         "rank_pattern": patterns,
         "alpha_pattern": dict(patterns),
-        "fan_in_fan_out": any(map(transposed, layers)),
+        "fan_in_fan_out": any(transposed(pnet.get_submodule(layer)) for layer in ranks),
     }
-
-
-def _targets(pnet: nn.Module, layers: Collection[str], saved: Collection[str]) -> list[str] | str:
-    names = [name for name, _ in pnet.named_modules(remove_duplicate=False) if name not in layers]
-    inside = tuple(f"{module}." for module in saved)
-    clash = any(n.endswith(f".{layer}") for n in names if not f"{n}.".startswith(inside) for layer in layers)
-    return "|".join(map(re.escape, layers)) if clash else list(layers)

@@ -45,11 +45,8 @@ def find_task(name: str, data_dir: Path | str | None, config: Mapping[str, Any])
     `data_dir` is the file or folder with the task's data. Raises `ValueError` if the name or an option is unknown, if
     the data are damaged, or if `data_dir` is given for a task that reads no files.
     """
-    if is_import_path(name):
-        factory = import_factory(name, "a Task")
-    elif name in TASKS:
-        factory = TASKS[name]
-    else:
+    factory = import_factory(name, "a Task") if is_import_path(name) else TASKS.get(name)
+    if factory is None:
         raise ValueError(f"no task {name!r}: choose one of {', '.join(TASKS)}, or package.module:function")
     if data_dir is not None and "data_dir" not in signature(factory).parameters:
         raise ValueError(f"the task {name} reads no files (it has no parameter data_dir), got {data_dir}: leave it out")

@@ -67,16 +67,11 @@ def cosine(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
     return torch_schedule(torch.optim.lr_scheduler.CosineAnnealingLR, lr, steps, T_max=steps)
 
 
-def constant_rate(recipe: Recipe, lr: float, steps: int) -> Callable[[int], float]:
-    """Return a schedule that keeps the learning rate at `lr`."""
-    return lambda step: lr
-
-
 Schedule = Callable[["Recipe", float, int], Callable[[int], float]]
 """Function `(recipe, peak rate, number of steps) -> schedule`, where the schedule maps a step to its learning rate."""
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
-    {"one_cycle": one_cycle, "linear": linear_decay, "cosine": cosine, "constant": constant_rate}
+    {"one_cycle": one_cycle, "linear": linear_decay, "cosine": cosine, "constant": lambda _, lr, steps: lambda step: lr}
 )
 """{name of a schedule on the command line: schedule}"""
 

