@@ -32,7 +32,7 @@ def differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def spec_of(x: Tensor | TensorSpec) -> TensorSpec:
+def spec_of(x: Tensor) -> TensorSpec:
     """Return the shape, dtype and device of a tensor."""
     return TensorSpec(tuple(x.shape), x.dtype, x.device)
 
