@@ -75,7 +75,7 @@ class Wire:
         self._sent = {k: x for k, x in sorted(self._named.items()) if x.is_floating_point()}
         self.size = sum(x.numel() for x in self._sent.values())
         self._place_bits = max(1, (self.size - 1).bit_length())
-        # Cache two results: in a simulation, many nodes unpack the same message, and then each unpacks its own reply.
+        # Cache a round's message and the last reply: in simulations, many nodes unpack one message, and each its reply.
         allowed = Allowed.by(0, plan.genome_params)
         self._decode = lru_cache(2)(lambda data: self._flat(Compact.parse(data, allowed).leaves(plan)))
 

@@ -66,11 +66,11 @@ def code_bits(plan: Any, leaves: TensorMap, steps: Steps) -> float:
 
 
 def allocate(plan: Any, leaves: TensorMap, squares: TensorMap, bits: float, examples: int = 0) -> Steps:
-    """Finds the finest quantization steps with which the integers take at most `bits`.
+    """Returns the finest quantization steps with which the integers take at most `bits`, otherwise the largest steps.
 
-    If the largest steps need more bits, returns the largest steps. `squares` are mean squares of gradients of the mean
-    loss of `examples` rows. A frozen leaf has no squares and gets the smallest steps that can store the leaf. `rate` is
-    the decrease of the loss that one more bit would allow. Raises ValueError if no step can store a frozen parameter.
+    `squares` are mean squares of gradients of the mean loss of `examples` rows. `Steps.rate` of the result estimates
+    the decrease of the loss per additional bit; with `examples=0`, `rate` is 0. A frozen leaf has no squares, and gets
+    the smallest steps that can store the leaf. Raises ValueError if no step can store a frozen parameter.
     """
     # Bounds of log2(step * sqrt(square)). Normal training needs less, but `squares` grow if the loss suddenly rises.
     low, high = -40.0, 88.0

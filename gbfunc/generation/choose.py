@@ -124,7 +124,7 @@ class _Chooser:
 
         # With several ranks, the last input is a flag, which is 0 if this rank's gradients are discarded.
         n = len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + int(self.layout is not None)
-        # The layer stores the form's inputs as attributes: use numbers as names, because names of leaves may have dots.
+        # The layer's attributes are named after the form's inputs: use numbers, because names of leaves may have dots.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
 
@@ -137,7 +137,7 @@ class _Chooser:
         for i, name in ((i, name) for i, name in enumerate(owners) if name in forms):
             # Factors are always generated for the entire matrix. The layer selects the rows and columns that it needs.
             piece = self.pieces.get(name) if forms[name].needs != "factors" else None
-            # With several ranks, all tiles are gathered, and the block is then cut out of the matrix.
+            # With several ranks, all tiles are gathered, and this rank's `piece` is then cut out of the matrix.
             grid = e.spans[i].slot.grid
             cuts[i] = Cut(grid, None, piece) if piece is None or layout is not None else cut_piece(grid, piece)
         if not cuts:

@@ -156,7 +156,7 @@ class Weight:
         if self.formed is None:
             first, mode = next(iter(self.inputs.values())), nullcontext()
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                # Leave inference mode, because the caller may later use the dense weight in autograd.
+                # Leave inference mode, unless inputs are inference tensors: autograd may later use the dense weight.
                 mode = torch.inference_mode(first.is_inference())
             with mode, torch.enable_grad(), outside_autocast(first.device), unseen_by_checkpoints():
                 self.formed = self.form.make(self.inputs)

@@ -181,7 +181,7 @@ class Pipeline:
         return tree_unflatten([next(computed) if isinstance(x, fx.Node) else x for x in leaves], structure)
 
     def run(self, call: Callable[[int, Tensor], Tensor], leaves: Params) -> dict[str, Tensor]:
-        """Run `call(stage, received)` for all microbatches. Return the total gradients of `leaves`."""
+        """Run `call(stage, received)` for all microbatches. Return {leaf: its total gradient}."""
         self.call, self.leaves = call, leaves
         crossed = [(s + 1, s + 1) for s in self.mine] + [(s - 1, s) for s in self.mine]
         sent = [self._current.parcels[i] for other, i in crossed if 0 <= other < self.stages and other not in self.mine]

@@ -71,7 +71,7 @@ def torch_orders(order: str, ranks: int, microbatches: int) -> list[list[tuple[s
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int) -> tuple[tuple[float, ...], ...]:
-    """Return how many microbatches have activations in memory, per stage of a rank, at all possible peaks of a step."""
+    """Return [peak of memory in a step][stage of the rank]: how many microbatches have activations in memory."""
     if order in ("gpipe", "1f1b"):
         return ((microbatches if order == "gpipe" else min(microbatches, ranks - rank),),)
     actions, seen = torch_orders(order, ranks, microbatches)[rank], set[tuple[int, ...]]()

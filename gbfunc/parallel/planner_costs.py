@@ -271,7 +271,7 @@ class Model:
         return max((2 if layout.remat == "layer" else 1) * out + back for out, back in gathers)
 
     def dense(self, ranks: int) -> tuple[dict[str, float], float]:
-        """Return a rank's memory (by use) if FSDP trains the dense p-net, and the bytes that a rank sends per step."""
+        """Return {use: bytes} on a rank if FSDP trains the dense p-net, and the bytes that a rank sends per step."""
         cells = self.cells(1, False, -(-self.rows // ranks))
         n_bytes = {t.name: t.numel * DTYPES[t.dtype].itemsize for t in self.plan.tensors}
         blocks = [sum(n for name, n in n_bytes.items() if i in self._places[name]) for i in range(len(cells))]

@@ -262,13 +262,13 @@ class TensorParallel:
                     )
 
     def place(self, tensors: Params) -> Params:
-        """Make DTensors of pieces. Divide gradients that are equal on all ranks by `ranks`, because a sum follows."""
+        """Make DTensors of pieces. Divide all gradients except those of pieces by `ranks`, because a sum follows."""
         placed = dict(tensors)
         for name, x in tensors.items():
             weight, _, key = name.rpartition("_form.")
             if name in self._placements:
                 placed[name] = _AsDTensor.apply(x, self.wire, *self._placements[name])
-            # If each rank uses a different piece of a weight, the gradients differ: do not divide them.
+            # Divide except for pieces. Factors are no pieces: layers undo the division where ranks use different parts.
             elif x.requires_grad and (weight not in self.pieces or key in ("left", "right")):
                 seen = None
                 if self._compared is not None and not weight and name.rpartition(".")[0] not in self._splits:

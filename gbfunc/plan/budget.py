@@ -21,7 +21,7 @@ from gbfunc.types import MatrixDims, TileDims
 
 _TOLERANCE = 0.02  # If a larger fraction of the target is unused, slots of equal shape may get g-nets of two sizes
 _THIN = 64  # A matrix with a side below 64 and at most 32 features stays one tile: smaller tiles would save no time
-_NEAR = 8  # `_exchange` tries the 8 units with the most parameters, and changes the size of g-nets by at most 8
+_NEAR = 8  # `_exchange` tries the 8 `Unit`s with the most parameters, and changes the size of g-nets by at most 8
 _LEAST_SIDE = 16  # Shortest side of a tile for types with `Hypernet.spreads`: smaller tiles take too much time
 
 
@@ -38,7 +38,7 @@ class Unit:
     count: int = 0
     # Number of tiles along rows and columns; (1, 1) if the user gave the size of g-nets. Unused if `max_tile` is given.
     cut: tuple[int, int] = (1, 1)
-    size: int = 1  # Size of a g-net: number of features or units, or rank
+    size: int = 1  # Size of a g-net: number of features or hidden units, or rank
     larger: int = 0
     _tilings: dict[tuple[int, int], tuple[TileGrid, TileDims]] = field(init=False, default_factory=dict)
 
@@ -80,7 +80,7 @@ class Unit:
         return max(1, bisect_right(sizes, budget, key=lambda size: self.cost_of(cut, size)))
 
     def step(self) -> int:
-        """Return how many more parameters the unit has with g-nets of `size + 1`, or 0 if this size is not allowed."""
+        """Return how many parameters all slots gain with g-nets of `size + 1`, or 0 if this size is not allowed."""
         size = self.size + 1
         most = self.hypernet.max_size(self.tiling(self.cut)[1]) or size
         if self.fixed or size > most or not self.fits(self.cut, size):
@@ -165,7 +165,7 @@ def _costs(hypernet: Hypernet, size: int | None, dims: TileDims) -> tuple[int, i
 
 
 def spend(units: list[Unit], level: float) -> int:
-    """Choose each unit's tiles and g-nets for at most `_share` parameters (rising with `level`). Return the total."""
+    """Choose tiles and g-nets for at most `_share(unit, level)` parameters per unit. Return all units' parameters."""
     for unit in units:
         unit.set_budget(_share(unit, level))
     return sum(unit.cost for unit in units)
@@ -215,7 +215,7 @@ def _exchange(units: list[Unit], left: int, enough: float) -> None:
 
 
 def _share(unit: Unit, level: float) -> float:
-    # Return the parameters of level * numel^(1/3) features per slot or, with `spreads`, level * numel^(1/2) per slot.
+    # Return parameters: of level * numel^(1/3) features a slot or, with `spreads`, level * numel^(1/2) per slot.
     if unit.spreads:
         return level * unit.count * math.sqrt(unit.numel)
     first = unit.cost_of((1, 1), 1)

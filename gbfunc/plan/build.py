@@ -37,7 +37,7 @@ _EMBEDDING_SHARE = 0.25
 _EMBEDDING_SAVING = 2 / 3  # Factors replace an embedding only if they have at most this fraction of its parameters
 _HEAD_SHARE = 0.1  # Largest fraction of an adapter's size target for the g-nets of one weight in a new module
 _DELTA_SCALE = 0.1  # Scale of a delta, as a fraction of the standard deviation of the base's weights
-_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Sizes to try for the smallest file, as multiples of the smallest genome
+_LADDER = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # Sizes relative to the smallest genome, whose file may not be the smallest
 
 
 def make_plan(
@@ -366,7 +366,7 @@ def _initial_scale(choice: Candidate, matrix: MatrixDims, number: int) -> tuple[
     """Return the scale and offset of matrix `number` of a tensor (0 to 2 for packed q, k, v), rounded to three digits.
 
     The scale is the standard deviation of the p-net's weights. A deviation that is zero or unknown is replaced by
-    1 / sqrt(n), for a matrix with n columns or a vector of length n. For a delta, the scale is a tenth as large. The
+    1 / sqrt(n), for a matrix with n columns or a vector of length n. For a delta, the scale is a tenth of this. The
     offset is the mean of the weights for vectors, and 0 for matrices and deltas.
     """
     # Cache results, because the search for a target in bytes builds many plans.

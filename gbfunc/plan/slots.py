@@ -142,7 +142,7 @@ class TensorPlan:
 
 
 def old_rows(tensor: TensorPlan, new: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that copies the tensor with zeros in the last `new` rows of each matrix (type `new_rows`)."""
+    """Return a function that copies a tensor, with zeros in the last `new` rows of matrices (g-net `new_rows`)."""
     kind = KINDS[tensor.kind]
     return lambda x: kind.fold([F.pad(m[:-new], (0, 0, 0, new)) for m in kind.unfold(x)], tensor.shape)
 

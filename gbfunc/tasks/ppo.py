@@ -52,7 +52,7 @@ class Settings:
 class Transitions(NamedTuple):
     """The transitions of a minibatch, or of a rollout from which minibatches are drawn.
 
-    For a network with a memory, shapes begin with [B, T]: B sequences, each of T steps in one environment.
+    Without a memory, B counts steps. With a memory, all shapes but `memory` begin with [B, T]: B sequences of T steps.
     """
 
     obs: Tensor  # observations [B, O]
@@ -63,7 +63,7 @@ class Transitions(NamedTuple):
     values: Tensor  # values that the network predicted when it acted [B]
     valid: Tensor  # 1 for a step of the policy, 0 for a step that only restarted the environment [B]
     starts: Tensor | None = None  # for a network with a memory: 1 where an episode starts [B, T]
-    memory: Tensor | None = None  # for a network with a memory: the memory before the first step [B, M]
+    memory: Tensor | None = None  # for a network with a memory: the memory before a sequence's first step [B, M]
 
 
 def policy(numbers_BP: Tensor, discrete: bool) -> Distribution:

@@ -116,7 +116,7 @@ class LocalTrainStep(TrainStep):
         return _with_leaves(state, mine)._replace(opt=LocalState(opt, mine["rows"], saved.start, saved.outer))
 
     def gather(self, gnet_params: TrainState) -> TrainState:
-        """Return the whole state, with the ranks' mean genome, on every rank. All ranks must call this method."""
+        """Return the ranks' mean genome with all optimizer states, on every rank. All ranks must call this method."""
         check_genome(self.plan, gnet_params)
         if not isinstance(gnet_params.opt, LocalState):
             raise ValueError("expected this rank's part of a state, got another state: call train_step.shard(state)")

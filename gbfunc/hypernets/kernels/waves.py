@@ -167,7 +167,7 @@ def _native(sides: Sequence[Side]) -> tuple[list[Tensor], Pull]:
 
 
 def _backend(sides: Sequence[Side], leaves: Sequence[Tensor], kernel: Kernel) -> Backend | None:
-    # Use PyTorch's operators inside transforms of `torch.func`, which reject `_Waves` even for constant leaves.
+    # Use operators in `torch.func`'s transforms, which reject the autograd function `_Waves` for all leaves.
     if is_plain_needed() or torch._C._are_functorch_transforms_active():
         return None
     kinds = {(x.dtype, x.device.type) for x in (*leaves, *[side.codes for side in sides])}

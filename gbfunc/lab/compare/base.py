@@ -32,7 +32,7 @@ USED = 0.85
 
 
 class Problem(NamedTuple):
-    """A task, and the number of bytes that a network may take (the budget). All methods get the same problem."""
+    """A task, and the largest number of bytes of a network (the budget). All compared methods get the same problem."""
 
     task: Task  # Data and p-net
     size: int  # Number of parameters of a periodic genome that fills the budget
@@ -200,7 +200,7 @@ def of_nets(pnets: Iterable[PNet], task: Task, **axes: Any) -> list[Settings]:
 
 
 def blank(pnet: PNet) -> Params:
-    """Return zeros with the shapes of a p-net's tensors (see `in_use`), from which `pack` finds the size of a file."""
+    """Return zeros like the tensors `in_use` of a p-net: a file's size depends on shapes and dtypes, not on values."""
     with torch.device("meta"):
         return blanks(in_use(pnet.make()))
 

@@ -62,7 +62,7 @@ class PlanOptions(NamedTuple):
     modules_to_save: tuple[str, ...] = ()  # modules that are not part of the base, such as a new head
 
     def with_hypernet(self, hypernet: Hypernet) -> PlanOptions:
-        """Replace the default type of g-nets, also in rules that name this type, unless the rule also sets a size."""
+        """Replace the default type of g-nets, also in `rules` of the replaced type, except rules that set a size."""
         tuned = {rule for _, rule in self.rules if rule and rule.type == self.hypernet.type and rule.size is None}
         rules = tuple((pattern, hypernet if rule in tuned else rule) for pattern, rule in self.rules)
         return self._replace(hypernet=hypernet, rules=rules)

@@ -1,1 +1,1 @@
-"""Algorithms for a genome's loss and gradient, one per file. `loss` has base classes; `proof` checks split p-nets."""
+"""Algorithms for a genome's gradient. `loss` has base classes; `proof` checks gradients of p-nets split over ranks."""

@@ -11,16 +11,16 @@ from gbfunc.train.gradients.loss import NO_GRADIENT, GenomeLoss, Gradients, OneG
 from gbfunc.trees import differentiable, mean_tree, n_rows, split_batch, split_rows
 from gbfunc.types import Params
 
-Split = Callable[[Any, int], list[tuple[Any, float]]]  # `(batch, number of rows) -> [(microbatch, number of rows)]`
+Split = Callable[[Any, int], list[tuple[Any, float]]]  # `(batch, rows) -> [(microbatch, rows)]`: `rows` is divided
 
 
 def equal_parts(n: int, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Split a batch of `rows` rows into `n` equal microbatches. Returns `[(microbatch, number of rows)]`."""
+    """Split a batch into `n` equal microbatches. Returns `[(microbatch, rows / n)]`; see `StepInputs.rows`."""
     return [(small, rows / n) for small in split_batch(batch, n)] if n > 1 else [(batch, rows)]
 
 
 def parts_of_share(n: int, splits_inputs: bool, batch: Any, rows: float) -> list[tuple[Any, float]]:
-    """Split a rank's share of a batch into at most `n` microbatches. Returns `[(microbatch, number of rows)]`.
+    """Split a rank's share of a batch into at most `n` microbatches. Returns `[(microbatch, its part of rows)]`.
 
     With `splits_inputs` (tensor ranks divide each row), there are exactly n microbatches, and some may be empty: layers
     exchange messages in each microbatch, so all ranks need the same number of microbatches.
@@ -86,7 +86,7 @@ def through_gnets(weights: Params, sums: Params, wanted: list[Tensor]) -> Gradie
 
 
 def mean_of(ends: list[tuple[Tensor, Any, float]]) -> tuple[Tensor, Any]:
-    """Average `[(loss, aux, number of rows), ...]` of microbatches, weighted by the rows; skip empty microbatches."""
+    """Average `[(loss, aux, number of rows), ...]` of microbatches, weighted by their rows; skip empty ones."""
     kept = [end for end in ends if end[2]] or ends[:1]
     total = sum(rows for *_, rows in kept) or 1
     fractions = [rows / total for *_, rows in kept]

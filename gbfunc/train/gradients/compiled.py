@@ -87,7 +87,7 @@ class CompiledGraph(OneGraph):
         rows = self.loss.rows(inputs.rows)
         # Pass the factor of the loss as a tensor, because each new Python number would cause a recompilation.
         factor = None if self._scale * rows == 1 else torch.tensor(self._scale * rows)
-        # A failed trace inside torch.func would leave saved-tensor hooks disabled. This context restores the hooks.
+        # A failed trace in torch.func would leave saved-tensor hooks disabled. At its end, this context restores them.
         with torch.autograd.graph.disable_saved_tensors_hooks("torch.func has none"):
             compiled = self._compiled_gradients[wanted[0].is_cpu]
             loss, aux, buffers, found = compiled(inputs._replace(leaves=leaves), [*trained], factor)

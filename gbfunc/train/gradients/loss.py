@@ -42,7 +42,7 @@ _OWN_READ = (
     "the loss depends on parameters of the p-net itself, which are not generated: a forward must read self.NAME, a "
     "loss function NAME.detach(), for NAME "
 )
-_FLATTENED = 1 << 15  # Gradients up to this total size are joined to one vector, which halves the time of the norm.
+_FLATTENED = 1 << 15  # Gradients of at most this many numbers are joined to one vector, for a norm in half the time.
 _DEFAULT_GENERATORS = threading.RLock()  # Threads share torch's generators: one thread at a time may seed them.
 
 
@@ -53,7 +53,7 @@ class StepInputs(NamedTuple):
     noise: Noise | None
     buffers: Params  # clones, which the forward updates in place
     batch: Any  # this rank's share of the batch
-    rows: int  # number of rows in the share
+    rows: int  # number of rows in the share; 1 for the whole batch in one process, where the loss stays a mean
     counts: bool  # False for an empty share: rows of zeros replace the share, and the gradients are discarded
 
     def copied(self) -> StepInputs:
@@ -92,10 +92,10 @@ class StepInputs(NamedTuple):
 class Result(NamedTuple):
     """Loss and gradients of this rank's share of the batch."""
 
-    loss: Tensor  # mean over the rows
+    loss: Tensor  # mean over the share's rows
     aux: Any
     gradients: Gradients  # of `scale` times the sum of the rows' losses; None for tensors that the loss does not use
-    rows: float  # number of rows
+    rows: float  # number of rows in the share (see `StepInputs.rows`)
 
 
 class GenomeLoss:
@@ -195,7 +195,7 @@ class Strategy:
     """Base class of algorithms that compute a genome's gradient. Most algorithms have their own file in this folder."""
 
     loss: GenomeLoss | None = None  # None until the first call builds the loss
-    least_rows: int = 2  # number of rows of zeros that replace an empty share; some layers need two rows
+    least_rows: int = 2  # number of rows of zeros that replace an empty share of a batch; some layers need two rows
 
     def __call__(self, inputs: StepInputs, wanted: list[Tensor]) -> Result:
         raise NotImplementedError
@@ -233,7 +233,7 @@ class LossAndGrads(NamedTuple):
 
 
 class Objective:
-    """Computes a genome's loss and gradient in one process. The loss is multiplied, the gradient divided by `scale`."""
+    """Computes loss and gradient in one process. The loss is multiplied, and the gradient divided, by `scale`."""
 
     def __init__(self, plan: Plan, strategy: Strategy, scale: float) -> None:
         self._plan, self.strategy, self.scale = plan, strategy, scale
@@ -287,7 +287,7 @@ def capturing(device: torch.device) -> bool:
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's default generators, which dropout uses, and restore them at the end. Threads take turns."""
-    if capturing(device):  # `Graphs` seeds the generators before each replay.
+    if capturing(device):  # `Graphs` seeds torch's generators before each replay of a CUDA graph.
         yield
         return
     generators = generators_of(device)

@@ -54,7 +54,7 @@ class RankObjective(Objective):
         noise = noise_of(self._plan, seed, next(iter(trained.values())))
         share, counts = n_rows(batch), True
         rows = 1 if share is None else share
-        # With `splits_inputs`, layers accept an empty share.
+        # With `splits_inputs`, layers accept an empty share of the batch.
         if not rows and not self.splits_inputs:
             # Replace an empty share by rows of zeros: without this rank's collectives, other ranks would wait forever.
             least, counts = self.strategy.least_rows, False
@@ -146,7 +146,7 @@ def split_proof(make_full_loss: Callable[[], GenomeLoss], loss: GenomeLoss, spli
         found = plain_gradients(loss)(inputs, wanted)
         if split.local_rows is None:
             return found
-        # `found` has gradients of the sum of losses over rows. The loss of the whole p-net is the mean: divide by rows.
+        # `found` has gradients of the sum of losses over rows. The whole p-net's loss is the mean: divide by rows.
         rows = sum(gather_objects(split.wire.mesh, split.local_rows, "tensor"))
         return tuple(None if g is None else g / rows for g in found)
 
