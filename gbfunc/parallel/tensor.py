@@ -318,5 +318,5 @@ class _AsDTensor(torch.autograd.Function):
         if isinstance(ctx.placement, Shard) and found != ctx.placement:
             grad, found = grad.redistribute(placements=(ctx.placement,)), ctx.placement
         local = grad.to_local()
-        # Ranks sum this gradient later. If the gradient is equal on all ranks, divide by the number of ranks before.
+        # Ranks sum this gradient later: divide a replicated gradient (equal on all ranks), but no sharded gradient.
         return (local / ctx.ranks if isinstance(found, Replicate) else local), None, None, None

@@ -1,6 +1,6 @@
 """The task `images`: a user's own pictures, in a folder per class or in CIFAR's files.
 
-Suffixes: N pictures, C channels, h rows, w columns.
+Suffixes: N pictures, B pictures of a batch, C channels, h rows, w columns.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tasks of texts: language modelling on any text, and classification of short texts."""
+"""Language modelling, and classification of short texts. Suffixes: N texts, B of a batch, L tokens, V words."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class _Call(NamedTuple):
     ) -> tuple[Params, dict[str, Params]]:
         """Return new leaves and the new state. The first update ignores the state `old`, except with a fused kernel."""
         before = [params[k] for k in self.names]
-        choose = finite is not None and self.adam is None  # Adam's kernel gets `finite` as `found_inf`.
+        choose = finite is not None and self.adam is None  # Adam's kernel itself skips nonfinite updates.
         donate = donate and not choose
         if donate and all(map(Tensor.is_contiguous, before)):
             new = [p.detach() if p.requires_grad else p for p in before]

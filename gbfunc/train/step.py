@@ -127,7 +127,7 @@ class TrainStep:
         return self.shard(TrainState(*drawn, opt, step, number))
 
     def rounding(self, state: TrainState) -> Stored | None:
-        """Return the dtype or quantization steps to which the next training step rounds; None if it does not round."""
+        """Return the dtype or quantization steps to which the next training step rounds, or None without rounding."""
         return self._options.rounding
 
     def stored(self, state: TrainState) -> Stored | None:
@@ -148,11 +148,11 @@ class TrainStep:
         return {**self._optimizer.settings, "clip_norm": self._options.clip_norm}
 
     def shard(self, state: TrainState) -> TrainState:
-        """Return this rank's rows of the split leaves of a whole state, or the whole state if no leaf is split."""
+        """Return this rank's part of a state: all tensors, but only this rank's rows of leaves that are split."""
         return shard_state(self._layout, state)
 
     def gather(self, gnet_params: TrainState) -> TrainState:
-        """Return the whole state on every rank, for example for `gb.save`. All ranks must call this method."""
+        """Return the state with all rows of split leaves, as for `gb.save`. All ranks must call this method."""
         return gather_state(self._layout, gnet_params)
 
     def fitted(self, tensors: Params) -> Params:

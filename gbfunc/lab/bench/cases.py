@@ -148,7 +148,7 @@ def _genome(setup: Setup, **options: Any) -> Step:
 
 @dataclass(frozen=True)
 class NaiveGNet(GNet):
-    """A ReLU g-net with one hidden layer, evaluated once for each weight, as in published implementations."""
+    """A ReLU g-net, run once per weight, as in published code. Suffixes: `hypernets.base`; U: 1 or T; b: p + q."""
 
     def matrix(self, *args: Any) -> None:  # noqa: D102
         return None

@@ -32,7 +32,7 @@ def reference_bytes(task: Task, size: int) -> int:
 
 
 def size_within(task: Task, budget: int) -> int:
-    """Count the parameters of a periodic genome that fills a budget; if none fits, at 1/2 or 1/4 of the width."""
+    """Count a periodic genome's parameters that fill a budget, for 1/2 or 1/4 of the p-net's width if none fits."""
     make = task.pnet.scaled
     for pnet in (task.pnet, *(make(factor) for factor in (1 / 2, 1 / 4) if make)):
         with suppress(BudgetTooSmall):
