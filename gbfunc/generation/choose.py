@@ -124,7 +124,7 @@ class _Chooser:
 
         # With several ranks, the last input is a flag, which is 0 if this rank's gradients are discarded.
         n = len(e.leaves) + len(e.hypernet.noise_shapes(e.dims)) + int(self.layout is not None)
-        # The layer's attributes are named after the form's inputs: use numbers, because names of leaves may have dots.
+        # Inputs of a `WeightForm` become attributes of a layer: use numbers, as names of leaves may have dots.
         inputs, transposed = tuple(f"input_{i}" for i in range(n)), tensor.kind == "transposed_linear"
         return RecomputedWeight(tensor.name, inputs, maker, transposed, split=target.piece is not None)
 
