@@ -60,7 +60,8 @@ def load_mnist(data_dir: Path) -> tuple[Images, Images]:
     """Read the training set and the test set from four `.gz` files: images [N, 1, 28, 28] and labels [N]."""
     if not any(data_dir.glob("*-ubyte.gz")):
         found = next(data_dir.glob("*/*-ubyte.gz"), Path("FOLDER/FILE")).parent
-        raise FileNotFoundError(f"expected four IDX .gz files in {data_dir}, got none: pass --data-dir {found}")
+        words = "expected train-images-idx3-ubyte.gz and three more IDX files in"
+        raise FileNotFoundError(f"{words} {data_dir}, got none: pass --data-dir {found}")
     sets = []
     for stem, n in (("train", 60_000), ("t10k", 10_000)):
         path = data_dir / f"{stem}-labels-idx1-ubyte.gz"

@@ -32,7 +32,7 @@ from gbfunc.cli.genomes import read_genome
 from gbfunc.cli.options import DataOptions
 from gbfunc.plots import LINES, MARKERS, PALETTE, Runs
 from gbfunc.tasks import find_task
-from gbfunc.tasks.base import Recipe, Task, constant_rate
+from gbfunc.tasks.base import SCHEDULES, Recipe, Task
 from gbfunc.tasks.data import Split, steps_per_epoch
 from gbfunc.tasks.pnets import Interface
 from gbfunc.tasks.training import Report, dense_trainer, fit
@@ -55,7 +55,7 @@ def lessons(task: Task, recipe: Recipe) -> Recipe:
     The network is measured after the steps in `LESSONS`, after the first epoch and at the end.
     """
     marks = tuple(sorted({*LESSONS, steps_per_epoch(task.train, recipe.batch_size)}))
-    return replace(recipe, schedule=constant_rate, augment=None, measure_every=marks)
+    return replace(recipe, schedule=SCHEDULES["constant"], augment=None, measure_every=marks)
 
 
 class Taught(NamedTuple):

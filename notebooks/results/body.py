@@ -35,7 +35,7 @@ import gbfunc as gb
 from gbfunc.cli import main as gbfunc
 from gbfunc.plots import LINES, PALETTE
 from gbfunc.tasks import Task
-from gbfunc.tasks.base import constant_rate
+from gbfunc.tasks.base import SCHEDULES
 from gbfunc.tasks.control import SETTINGS, Episodes, control_task, find_environment, stream
 from gbfunc.tasks.training import fit, genome_trainer
 
@@ -155,7 +155,7 @@ def learn(options: argparse.Namespace, change: str, kind: str, seed: int) -> lis
     recipe = replace(
         task.recipe(1),
         lr=options.changed_lr,
-        schedule=constant_rate,
+        schedule=SCHEDULES["constant"],
         measure_every=tuple(per_rollout * n for n in marks),
     )
     born = task.measured(net.eval(), task.val)["mean_return"]

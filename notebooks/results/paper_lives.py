@@ -29,7 +29,7 @@ from gbfunc.cli.checkpoints import Checkpoints
 from gbfunc.cli.options import AUTO, CheckpointOptions
 from gbfunc.plots import LINES, MARKERS, PALETTE
 from gbfunc.tasks import Task, accuracy
-from gbfunc.tasks.base import Recipe, constant_rate
+from gbfunc.tasks.base import SCHEDULES, Recipe
 from gbfunc.tasks.data import steps_per_epoch
 from gbfunc.tasks.training import fit as fit_task
 from gbfunc.tasks.training import genome_trainer, total_steps
@@ -129,7 +129,9 @@ def live(
     """
     both, a_pass = with_test(task), steps_per_epoch(task.train, recipe.batch_size)
     marks = tuple(sorted({*first, *range(a_pass, epochs * a_pass, a_pass)} - {0}))
-    still = replace(recipe, schedule=constant_rate, augment=None, epochs=epochs, steps=None, measure_every=marks)
+    still = replace(
+        recipe, schedule=SCHEDULES["constant"], augment=None, epochs=epochs, steps=None, measure_every=marks
+    )
     born = both.measured(start.eval(), task.val)
     lives = []
     for rate in rates:
