@@ -37,7 +37,7 @@ OPTIONS = [
     ("train --data-dir .", "the task digits reads no files (it has no parameter data_dir), got .: leave it out"),
     ("train --task nope", "no task 'nope': choose one of"),
     ("train --task mnist", "the mnist task needs --data-dir: the folder with its four IDX .gz files"),
-    ("train --task mnist --data-dir /", "expected four IDX .gz files in /, got none: pass --data-dir FOLDER"),
+    ("train --task mnist --data-dir /", "expected train-images-idx3-ubyte.gz and three more IDX files in /, got none"),
     ("train --task trec --data-dir /", "/train.txt"),
     ("train --out /proc/x", "--out must be a folder for writing, got /proc/x (No such file or directory)"),
     ("train --task no.such.module:task", "cannot import no.such.module"),
