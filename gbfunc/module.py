@@ -131,8 +131,8 @@ class GenomeModule(nn.Module):
         sources |= {t.name: t.name for t in plan.tensors if t.kind == "beside"}
         self._frame = _Frame(plan, base, lazy, sources)
         without_sparse(self, {name for t in plan.generated for name in (t.name, *t.aliases)})
-        # `install` replaces the class of a module by a subclass with generated weights. Give this module the p-net's
-        # class first, so that `install` makes a subclass of that class. The final class inherits from the subclass.
+        # `install` replaces the class of a module by a subclass with generated weights. So that `install` makes a
+        # subclass of the p-net's class, give this module that class first. `_module_class` adds GenomeModule's class.
         this: Any = self
         read, cls = self._read, type(self)
         this.__class__ = cls._pnet_class

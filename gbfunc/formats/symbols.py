@@ -166,7 +166,7 @@ HALVINGS = 22
 
 @lru_cache(maxsize=4096)
 def geometric(width: int, most: int) -> tuple[int, list[int]]:
-    """Return D <= `most`, the largest q, and cumulative sums of the frequencies 2^-(|q| / 2^(width/4)) of -D .. D."""
+    """Return D, the largest q in use, and cumulative sums of frequencies 2^-(|q| / 2^(width/4)) for -D .. D."""
     if width <= NARROWEST:
         return 0, [0, 1]
     if width >= WIDEST:

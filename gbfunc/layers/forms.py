@@ -131,7 +131,7 @@ class WeightForm:
         return {k: tensors[key] for k, key in zip(self.inputs, self.keys, strict=True)}
 
     def of(self, sources: Sequence[Source]) -> Params:
-        """Return the tensors `inputs` as `{key: tensor}`. `sources` has one `Source` per matrix of the weight."""
+        """Compute the form's tensors, `{key: tensor}`, from `sources`, which generate one matrix of the weight each."""
         raise NotImplementedError
 
     def make(self, inputs: Params) -> Tensor:

@@ -199,7 +199,7 @@ class Plan:
         return report(self, self.default_dtype(genome is None) if dtype is None else dtype, genome, metadata)
 
     def default_dtype(self, expected: bool = False) -> str | None:
-        """Return the default dtype of files, or None. `"auto"` needs a trained genome, or an estimate (`expected`)."""
+        """Return the plan's dtype of files, or None; `"auto"`, which needs a training, only if it is `expected`."""
         return None if not self.stored or (self.stored == AUTO and not expected) else self.stored
 
     def digest(self) -> str:

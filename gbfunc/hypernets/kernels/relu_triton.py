@@ -1,4 +1,4 @@
-"""ReLU tiles on a GPU, in Triton (Tillet et al., 2019). The kernels read and write tiles in place in a matrix.
+"""ReLU tiles (formula in `relu`) on a GPU, in Triton (Tillet et al., 2019). Kernels use tiles in place in a matrix.
 
 In forward, a program computes a block of a tile, one hidden unit after another. In backward, a program takes a block
 of rows and some hidden units. It computes the gradient of A, and partial sums of the gradients of v and b. A second
