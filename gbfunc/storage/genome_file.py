@@ -51,7 +51,7 @@ def save(
               vectors are float16. Running statistics have 16 bits if means stay exact to 1/64 standard deviation;
             * the result of `allocate_steps`: trained numbers and running statistics are integers times quantization
               steps, with one step for the numbers of a leaf that belong to the same tensor of the p-net;
-            * None: the plan's `stored` dtype if the plan has a target in bytes, otherwise the p-net's dtypes.
+            * None: the plan's `stored` dtype, which plans of `load` do not have, otherwise the p-net's dtypes.
         metadata: any JSON, such as names of classes; `load_metadata` returns it.
 
     Returns:
