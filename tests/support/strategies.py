@@ -109,6 +109,7 @@ def encodings(draw: st.DrawFn, n: int, nested: bool = True) -> Encoding:
     kind: str = draw(st.sampled_from([*simple, "grid", "table", *(["per_axis"] if nested else [])]))
     if kind == "table":
         numbers = np.random.default_rng(n).normal(size=(n, draw(st.integers(1, 3))))
+        numbers[:, 0] = np.random.default_rng(n).permutation(n) / 8  # Distinct, also in float16
         return gb.table(draw(st.sampled_from([np.arange(n)[:, None], numbers, numbers.astype(np.float16)])))
     if kind == "grid":
         code: Any = draw(st.sampled_from(["coordinate", "gray", "binary"]))
