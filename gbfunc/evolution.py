@@ -103,7 +103,8 @@ class GenomeProblem(Problem):
 
     def vector(self, solution_z: Tensor) -> Tensor:
         """Return the genome of a solution [z] as a vector [P] of `gb.flatten`."""
-        return self.start_P + self.steps_P * (solution_z if self._expand is None else self._expand(solution_z))
+        z_P = solution_z if self._expand is None else self._expand(solution_z)
+        return self.start_P + self.steps_P * z_P
 
     def genome(self, solution_z: Any) -> Genome:
         """Return the genome of a solution: a vector [z], or an algorithm's `status["center"]` or `status["best"]`."""

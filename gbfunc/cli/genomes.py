@@ -222,7 +222,8 @@ def run_predict(options: Predict) -> None:
         raise ValueError(f"{options.genome} must name {task.interface.outputs} classes, got {names!r}")
     for path in options.inputs:
         for name, x in _texts(path, task) if task.interface.vocabulary else _images(path, task, said):
-            best = logits_of(net(x[None]))[0].softmax(0).topk(min(options.top, len(names)))
+            probabilities_K = logits_of(net(x[None]))[0].softmax(0)
+            best = probabilities_K.topk(min(options.top, len(names)))
             ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             print("\t".join([name, *(f"{printable(str(names[k]))}\t{value:.4f}" for k, value in ranked)]), flush=True)
 

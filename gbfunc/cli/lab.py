@@ -41,9 +41,8 @@ def run_bench(options: Bench) -> None:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {options.device}")
     setting = Setting(device, options.threads or torch.get_num_threads())
-    benches = choose(
-        cases.BENCHES["quick" if options.quick else "full" if device.type == "cpu" else "cuda"], options.cases
-    )
+    size = "quick" if options.quick else "full" if device.type == "cpu" else "cuda"
+    benches = choose(cases.BENCHES[size], options.cases)
     with open_folder(options.out) as folder:
         visit = 0.02 if options.quick else 0.1
         print_results(measure(benches, setting, folder, visit=visit, repeat=options.repeat))

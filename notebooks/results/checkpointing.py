@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
-import gc
 import itertools
 import json
 import statistics
@@ -25,10 +23,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from serving import memory
 from torch import Tensor, nn
 
 import gbfunc as gb
@@ -83,16 +81,6 @@ def step_of(net: Any, tokens_BL: Tensor) -> Callable[[], float]:
 
 def tokens(vocabulary: int, windows: int, length: int) -> Tensor:
     return torch.randint(0, vocabulary, (windows, length), generator=torch.Generator().manual_seed(0))
-
-
-def memory() -> dict[str, float]:
-    """Resident memory of the process in MB: now, and at most since the last call."""
-    gc.collect()
-    # Freed memory goes back to the system first.
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    Path("/proc/self/clear_refs").write_text("5")
-    return {k: int(status[k].split()[0]) * 1024 / 1e6 for k in ("VmRSS", "VmHWM")}
 
 
 def peak(folder: str, job: dict[str, Any]) -> dict[str, Any]:
